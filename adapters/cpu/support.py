@@ -1,0 +1,19 @@
+"""What the `cpu` backend runs, with its limits: data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from conformance.protocol import Support, supported
+
+REQUIREMENTS: Mapping[str, int] = {"input_row_bytes": 64, "output_row_bytes": 32}
+"""Bytes that row strides of deepselect must be multiples of."""
+
+PROFILE: Mapping[str, Any] = {}
+"""Numerics keys that differ from the strict default: none."""
+
+OPS: Mapping[str, Support] = {
+    "deepselect.topk": supported(),
+    "deepselect.get_stride_requirement": supported(),
+}

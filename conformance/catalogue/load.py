@@ -1,0 +1,79 @@
+"""The public surface of the modules, as data: which functions there are, and what each class of op must be checked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from conformance.model import CHECKS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).parent
+MODULES = ("tilelang", "deepgemm", "deepep", "tilekernels", "flashmla", "deepselect")
+STATUSES = ("covered", "out", "open")
+
+
+@dataclass(frozen=True)
+class Function:
+    """One public function. `reason` says why it is declared out."""
+
+    name: str
+    status: str
+    op_class: str = ""
+    signature: str = ""
+    reason: str = ""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table of a TOML file. Raises ValueError naming file and place."""
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as e:
+        msg = f"{path}: {e}"
+        raise ValueError(msg) from e
+
+
+@cache
+def classes() -> Mapping[str, Mapping[str, bool | str]]:
+    """Class of op -> check -> True, or the sentence why it does not apply."""
+    table = read_toml(HERE / "classes.toml")
+    for name, row in table.items():
+        missing = [c for c in CHECKS if c not in row]
+        if missing or set(row) - set(CHECKS):
+            msg = f"classes.toml: {name} must say something of each check, and of no other; missing {missing}"
+            raise ValueError(msg)
+    return table
+
+
+@cache
+def functions(module: str) -> tuple[Function, ...]:
+    """Every public function of a module."""
+    path = HERE / f"{module}.toml"
+    if not path.exists():
+        return ()
+    out = []
+    for row in read_toml(path).get("function", ()):
+        f = Function(row["name"], row["status"], row.get("class", ""), row.get("signature", ""), row.get("reason", ""))
+        if f.status not in STATUSES or (f.status == "covered" and f.op_class not in classes()) or (
+                f.status == "out" and not f.reason):
+            msg = f"{path.name}: {f.name}: status is one of {STATUSES}; covered needs a class, out a reason"
+            raise ValueError(msg)
+        out.append(f)
+    return tuple(out)
+
+
+def required_checks(op: str) -> Mapping[str, bool | str]:
+    """What the catalogue requires of an op. Raises KeyError where it does not cover it."""
+    for f in functions(op.partition(".")[0]):
+        if f.name == op:
+            return classes()[f.op_class]
+    msg = f"{op} stands in no catalogue file; add it to conformance/catalogue/{op.partition('.')[0]}.toml"
+    raise KeyError(msg)

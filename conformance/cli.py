@@ -1,0 +1,218 @@
+"""The console script: `conformance COMMAND`. Each command is a function of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from conformance.results import EXIT_INCONCLUSIVE, EXIT_USAGE
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {}
+
+
+def command(doc: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+    def register(f: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+        COMMANDS[f.__name__.strip("_")] = doc, f
+        return f
+
+    return register
+
+
+def _pytest(argv: list[str]) -> int:
+    import os
+
+    import pytest
+
+    root = Path(__file__).resolve().parents[1]
+    here = Path.cwd()
+    argv = [a if not a.startswith("--run-dir=") else f"--run-dir={(here / a.split('=', 1)[1]).resolve()}" for a in argv]
+    os.chdir(root)
+    return int(pytest.main(["--rootdir", str(root), *argv, *([] if any("::" in a for a in argv) else ["cases"])]))
+
+
+@command("run the cases: every option of pytest and of a run")
+def run(argv: list[str]) -> int:
+    return _pytest(argv)
+
+
+@command("what is usable on this machine, and why not")
+def doctor(argv: list[str]) -> int:
+    from tabulate import tabulate
+
+    from conformance import backends
+    from conformance.catalogue.load import MODULES
+    from conformance.options import backend_options, split
+
+    p = argparse.ArgumentParser("conformance doctor")
+    p.add_argument("--backend", required=True)
+    p.add_argument("--backend-option", action="append", default=[])
+    p.add_argument("--require", default="", help="modules that must be usable: a,b")
+    args = p.parse_args(argv)
+    options = backend_options(args.backend_option)
+    try:
+        found = backends.doctor(args.backend, options)
+    except backends.BackendUnusable as e:
+        print(e)
+        return EXIT_INCONCLUSIVE
+    rows = [(m, "yes" if not found["modules"].get(m, "not offered") else "no", found["modules"].get(m, "not offered"))
+            for m in MODULES]
+    print(tabulate(rows, ("module", "usable", "reason"), tablefmt="simple"))
+    print("devices:", "; ".join(found["devices"]))
+    print("versions:", ", ".join(f"{k} {v}" for k, v in found["versions"].items()))
+    usable = {m for m, yes, _ in rows if yes == "yes"}
+    missing = [m for m in split(args.require) if m not in usable]
+    if missing:
+        print(f"required, but not usable: {', '.join(missing)}")
+    return EXIT_INCONCLUSIVE if missing or not usable else 0
+
+
+@command("the cases of a level, an id a line")
+def list_(argv: list[str]) -> int:
+    from conformance.collect import UsageError, cases_at
+    from conformance.engine.run import EFFORTS
+    from conformance.identity import matches, unknown
+
+    p = argparse.ArgumentParser("conformance list")
+    p.add_argument("query", nargs="?", default="*", help="an id, or any prefix with *")
+    p.add_argument("--level", default="full", choices=sorted(EFFORTS))
+    args = p.parse_args(argv)
+    ids = [c.id for c in cases_at(args.level)]
+    found = [i for i in ids if matches(args.query, i)]
+    if not found:
+        raise UsageError(unknown("case", args.query, ids, limit=5))
+    print("\n".join(found))
+    return 0
+
+
+@command("what a case is, and the first problems that are drawn for it")
+def describe(argv: list[str]) -> int:
+    from conformance.describe import describe_case
+
+    p = argparse.ArgumentParser("conformance describe")
+    p.add_argument("id")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--problems", type=int, default=3)
+    args = p.parse_args(argv)
+    print(describe_case(args.id, args.seed, args.problems))
+    return 0
+
+
+@command("try one case, or one kept problem, again")
+def replay(argv: list[str]) -> int:
+    from conformance.replay import replay_file, replay_id
+
+    p = argparse.ArgumentParser("conformance replay")
+    p.add_argument("what", help="a case id, or a problem.json that a run kept")
+    p.add_argument("--backend", default=None)
+    p.add_argument("--backend-option", action="append", default=[])
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--repeat", type=int, default=1)
+    p.add_argument("--dump", default=None, metavar="DIR")
+    args = p.parse_args(argv)
+    if Path(args.what).is_file() or args.what.endswith(".json"):
+        return replay_file(Path(args.what), args.backend, args.backend_option, args.repeat, args.dump)
+    return replay_id(args.what, args.backend or "cpu", args.backend_option, args.seed, args.repeat, args.dump)
+
+
+@command("the compatibility matrix of one or more runs")
+def matrix(argv: list[str]) -> int:
+    from reports.matrix import write_all
+
+    p = argparse.ArgumentParser("conformance matrix")
+    p.add_argument("run", nargs="+", type=Path)
+    p.add_argument("--out", type=Path, default=Path("matrix"))
+    args = p.parse_args(argv)
+    print(write_all(args.run, args.out))
+    return 0
+
+
+@command("what changed between two runs")
+def diff(argv: list[str]) -> int:
+    from reports.diff import compare
+
+    p = argparse.ArgumentParser("conformance diff")
+    p.add_argument("a", type=Path)
+    p.add_argument("b", type=Path)
+    p.add_argument("--markdown", action="store_true")
+    args = p.parse_args(argv)
+    text, code = compare(args.a, args.b, markdown=args.markdown)
+    print(text)
+    return code
+
+
+@command("one run out of several shards")
+def merge(argv: list[str]) -> int:
+    from conformance.merge import merge_runs
+
+    p = argparse.ArgumentParser("conformance merge")
+    p.add_argument("run", nargs="+", type=Path)
+    p.add_argument("--out", type=Path, required=True)
+    args = p.parse_args(argv)
+    text, code = merge_runs(args.run, args.out)
+    print(text)
+    return code
+
+
+@command("check a waiver file, against a run where one is given")
+def waivers(argv: list[str]) -> int:
+    from conformance.waiver_report import report
+
+    p = argparse.ArgumentParser("conformance waivers")
+    p.add_argument("file", type=Path)
+    p.add_argument("--run", type=Path, default=None)
+    args = p.parse_args(argv)
+    text, code = report(args.file, args.run)
+    print(text)
+    return code
+
+
+@command("which public functions are covered, and which checks run on them")
+def coverage(argv: list[str]) -> int:
+    from conformance.coverage import coverage_text, write_docs
+
+    p = argparse.ArgumentParser("conformance coverage")
+    p.add_argument("--write-docs", type=Path, default=None, metavar="FILE")
+    args = p.parse_args(argv)
+    if args.write_docs:
+        write_docs(args.write_docs)
+    print(coverage_text())
+    return 0
+
+
+@command("plant every fault of the library and see that each is caught")
+def selftest(argv: list[str]) -> int:
+    from conformance.selftest import main as run_selftest
+
+    return run_selftest(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    from conformance.backends import UnknownBackend
+    from conformance.collect import UsageError
+    from conformance.identity import nearest
+    from conformance.waivers import WaiverError
+
+    args = list(sys.argv[1:] if argv is None else argv)
+    names = "\n".join(f"  {n:10} {doc}" for n, (doc, _) in COMMANDS.items())
+    if not args or args[0] in ("-h", "--help"):
+        print(f"usage: conformance COMMAND ...\n\n{names}")
+        return 0 if args else EXIT_USAGE
+    if args[0] not in COMMANDS:
+        print(f"unknown command {args[0]!r}; {nearest(args[0], COMMANDS)}\n{names}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        return COMMANDS[args[0]][1](args[1:])
+    except (UsageError, UnknownBackend, WaiverError, FileNotFoundError, FileExistsError) as e:
+        print(f"conformance {args[0]}: {e}", file=sys.stderr)
+        return EXIT_USAGE
+    except SystemExit as e:
+        return EXIT_USAGE if e.code == 2 else int(e.code or 0)
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""From declarations to cases: loads `cases/`, checks it against the catalogue, and applies a level."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from conformance.catalogue.load import MODULES, required_checks
+from conformance.engine.variants import cases_of
+from conformance.identity import unknown
+from conformance.model import CHECKS, Case, Op, Variant
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "cases" / "levels" / "core.json"
+
+
+class UsageError(Exception):
+    """Something a user named does not exist."""
+
+
+@cache
+def ops_by_file() -> dict[str, tuple[Op, ...]]:
+    """`module/file.py` -> the ops it declares."""
+    out = {}
+    for module in MODULES:
+        folder = ROOT / "cases" / module
+        if not (folder / "__init__.py").exists():
+            continue
+        for info in sorted(pkgutil.iter_modules([str(folder)]), key=lambda i: i.name):
+            ops = getattr(importlib.import_module(f"cases.{module}.{info.name}"), "OPS", None)
+            if ops:
+                out[f"{module}/{info.name}.py"] = tuple(ops)
+    return out
+
+
+def ops() -> Iterator[Op]:
+    """Every declared op."""
+    for group in ops_by_file().values():
+        yield from group
+
+
+@cache
+def full_cases(op: Op) -> tuple[Case, ...]:
+    """Every case of an op; its class must be able to have each required check. Raises ValueError."""
+    wanted = [c for c, needed in required_checks(op.name).items() if needed is True]
+    cases = tuple(cases_of(op, wanted))
+    missing = set(wanted) - {c.check for c in cases}
+    if missing:
+        msg = f"{op.name}: its class requires {', '.join(sorted(missing))}; the declaration gives it nothing to run"
+        raise ValueError(msg)
+    return cases
+
+
+def all_cases() -> Iterator[Case]:
+    """Every case. Raises ValueError on a duplicate id."""
+    seen: set[str] = set()
+    for op in ops():
+        for case in full_cases(op):
+            if case.id in seen:
+                msg = f"duplicate case id {case.id}"
+                raise ValueError(msg)
+            seen.add(case.id)
+            yield case
+
+
+@cache
+def core_rows() -> tuple[dict[str, Any], ...]:
+    """The checked-in core level: rows of op, variant, check and size assignments."""
+    if not CORE.exists():
+        return ()
+    return tuple(json.loads(CORE.read_text())["cases"])
+
+
+def cases_at(level: str) -> Iterator[Case]:
+    """The cases of a level."""
+    if level != "core":
+        for case in all_cases():
+            yield Case(case.op, case.variant, case.check, default_sizes(case))
+        return
+    by_name = {op.name: op for op in ops()}
+    known = {case.id for case in all_cases()}
+    for row in core_rows():
+        if row["op"] not in by_name:
+            continue
+        case = Case(by_name[row["op"]], Variant(row["variant"]), row["check"], tuple(row.get("sizes", ())))
+        if case.id not in known:
+            msg = f"core.json names {case.id}, which no declaration makes"
+            raise ValueError(msg)
+        yield case
+
+
+def default_sizes(case: Case) -> tuple[dict[str, Any], ...]:
+    """Each number that decides a code path once, the other sizes small."""
+    if case.check not in ("values", "memory", "layout"):
+        return ()
+    out = []
+    for name, size in case.op.sizes.items():
+        if size.per_rank:
+            continue
+        out.extend({name: p} for p in size.points)
+    return tuple(out)
+
+
+def find_case(case_id: str) -> Case:
+    """The case of an id. Raises UsageError with the nearest known one."""
+    every = {c.id: c for c in all_cases()}
+    if case_id not in every:
+        raise UsageError(unknown("case", case_id, every, limit=5))
+    return every[case_id]
+
+
+def check_names(kind: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises UsageError on the first name that does not exist."""
+    names = list(known)
+    for word in given:
+        if word not in names:
+            raise UsageError(unknown(kind, word, names))
+
+
+__all__ = ["CHECKS", "MODULES", "UsageError", "all_cases", "cases_at", "check_names", "find_case", "ops"]

@@ -1,0 +1,198 @@
+"""One problem tried once: a decoy run and a judged run, both judged, oracle beside device."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from conformance.engine import judge
+from conformance.engine.example import Example, build, digests, place, start_cursors
+from conformance.engine.executor import ArenaPool, Executor, Launcher
+from conformance.engine.judge import Finding, Seen
+from conformance.model import Op, Problem
+from conformance.protocol import Description
+from references.expected import Expected
+
+
+@dataclass
+class Bench:
+    """Where a worker's cases run: launchers, arenas, what the backend says, and the limits."""
+
+    description: Description
+    launcher: Launcher
+    debug_launcher: Launcher
+    pool: ArenaPool
+    profile: Mapping[str, Any]
+    case_timeout_s: float = 20.0
+    settle_s: float = 0.25
+
+
+@dataclass
+class Attempt:
+    """What trying one problem gave."""
+
+    problem: Problem
+    findings: list[Finding] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)
+    expected: list[Mapping[Any, Expected]] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    run_s: float = 0.0
+
+    @property
+    def worst(self) -> Finding | None:
+        return min(self.findings, key=_severity, default=None)
+
+
+_ORDER = ("error", "crash", "timeout", "oom", "fail", "flaky", "unsupported")
+_REASON_ORDER = ("oob_write", "contract", "dtype", "shape", "layout", "exception", "missing_output", "unwritten",
+                 "input_mutated", "late_write", "alias")
+
+
+def _severity(f: Finding) -> tuple[int, int]:
+    reason = _REASON_ORDER.index(f.reason) if f.reason in _REASON_ORDER else len(_REASON_ORDER)
+    return _ORDER.index(f.status), reason
+
+
+class Clock(defaultdict[str, float]):
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+    def timed(self, phase: str) -> _Timer:
+        return _Timer(self, phase)
+
+
+class _Timer:
+    def __init__(self, clock: Clock, phase: str) -> None:
+        self.clock, self.phase = clock, phase
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.clock[self.phase] += time.perf_counter() - self.start
+
+
+class Attempts:
+    """Tries problems of one op on an executor, and starts a new one when it is gone or must be fresh."""
+
+    def __init__(self, bench: Bench, op: Op, clock: Clock, *, debug_malloc: bool = False) -> None:
+        self.bench, self.op, self.clock = bench, op, clock
+        self.launcher = bench.debug_launcher if debug_malloc else bench.launcher
+        self.executor: Executor | None = None
+        self.deaths = 0
+        self.limit_s = bench.case_timeout_s
+        self.times: list[float] = []
+
+    def ready(self, fresh: bool) -> Executor:
+        if self.executor is not None and (fresh or not self.executor.alive):
+            self.executor.kill()
+            self.executor = None
+        if self.executor is None:
+            with self.clock.timed("start"):
+                self.executor = Executor(self.launcher, self.bench.pool, self.op.ranks, self.bench.case_timeout_s)
+        return self.executor
+
+    def close(self) -> None:
+        if self.executor is not None:
+            self.executor.kill()
+            self.executor = None
+
+    def example(self, problem: Problem, *, judged: bool, **kw: Any) -> Example:
+        return build(self.op, problem, self.bench.description.requirements, judged=judged, **kw)
+
+    def run(self, problem: Problem, *, fresh: bool = False, settle: bool = False,
+            plan: Callable[[Attempts, Problem], list[Example]] | None = None,
+            relate: Callable[[list[Seen]], list[Finding]] | None = None) -> Attempt:
+        """Try one problem: by default a decoy and the judged run."""
+        out = Attempt(problem)
+        with self.clock.timed("draw"):
+            out.examples = plan(self, problem) if plan else [
+                self.example(problem, judged=False), self.example(problem, judged=True)]
+        executor = self.ready(fresh)
+        with self.clock.timed("draw"):
+            requests = self._requests(executor, out.examples, settle)
+        for r in requests:
+            executor.send(r)
+        with self.clock.timed("oracle"):
+            for example in out.examples:
+                if not self._ask_oracle(example, out):
+                    executor.kill()
+                    return out
+        for i, example in enumerate(out.examples):
+            with self.clock.timed("run"):
+                outcome = executor.collect(self.limit_s)
+            out.run_s += outcome.run_s
+            bad = judge.ended_badly(outcome)
+            if bad:
+                self._note_death(executor, bad)
+                out.findings.append(bad)
+                break
+            self.times.append(outcome.run_s)
+            with self.clock.timed("compare"):
+                out.seen.append(self._judge(example, outcome, out.expected[i], out))
+        if relate and len(out.seen) == len(out.examples):
+            with self.clock.timed("compare"):
+                out.findings.extend(relate(out.seen))
+        if out.seen:
+            out.digests = {"inputs": digests(out.examples[-1].codes), "outputs": digests(out.seen[-1].outputs)}
+        return out
+
+    def _requests(self, executor: Executor, examples: list[Example], settle: bool) -> list[list[dict[str, Any]]]:
+        cursors = start_cursors(self.op.ranks)
+        requests = [place(e, executor.arenas, cursors) for e in examples]
+        for i, per_rank in enumerate(requests):
+            for rank, r in enumerate(per_rank):
+                r["hold"] = True
+                r["arena_bytes"] = executor.arenas[rank].nbytes
+                if i == 0:
+                    r["results_at"] = cursors[rank]
+                if settle:
+                    r["settle_s"] = self.bench.settle_s
+        return requests
+
+    def _ask_oracle(self, example: Example, out: Attempt) -> bool:
+        try:
+            with np.errstate(all="ignore"):
+                out.expected.append(self.op.oracle(example.problem, example.inputs, self.bench.profile))
+        except Exception as e:  # noqa: BLE001 - the harness is at fault, and says so
+            where = traceback.format_exc(limit=-3)
+            out.findings.append(Finding("error", "compare", None, f"the oracle raised {type(e).__name__}: {e}\n{where}"))
+            return False
+        return True
+
+    def _judge(self, example: Example, outcome: Any, expected: Mapping[Any, Expected], out: Attempt) -> Seen:
+        seen = judge.observe(example, outcome)
+        structural = any(f.reason in judge.STRUCTURE_REASONS for f in seen.findings)
+        if not structural:
+            try:
+                with np.errstate(all="ignore"):
+                    judge.compare(example, seen, expected, self.bench.profile)
+            except Exception as e:  # noqa: BLE001
+                where = traceback.format_exc(limit=-3)
+                seen.findings.append(Finding("error", "compare", None, f"judging raised {type(e).__name__}: {e}\n{where}"))
+        if seen.late:
+            seen.fail("late_write", "the result still changed after the call had said that it was done", "execute")
+        out.findings.extend(seen.findings)
+        return seen
+
+    def _note_death(self, executor: Executor, bad: Finding) -> None:
+        if bad.status in ("crash", "timeout", "oom"):
+            self.deaths += 1
+            executor.kill()
+        if bad.status == "timeout":
+            # From now on a call that takes ten times the usual is hung: shrinking a hang must end.
+            usual = float(np.median(self.times)) if self.times else self.limit_s / 100
+            self.limit_s = min(self.limit_s, max(10 * usual, 0.2) + 0.2)
+
+
+def with_seed(problem: Problem, seed: int) -> Problem:
+    return replace(problem, seed=seed)

@@ -1,0 +1,209 @@
+"""Faults that any op can have, planted between the engine and a backend that works.
+
+They prove that the engine tells them apart. `every` of them is listed in FAULTS with the
+reason or status it must end in.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from conformance.protocol import Backend
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    doc: str
+    expect: tuple[str, ...]
+    """statuses, or reasons of a fail, any of which is right"""
+
+
+FAULTS = {
+    f.name: f
+    for f in (
+        Fault("segv", "ends with SIGSEGV", ("signal",)),
+        Fault("abort", "ends with SIGABRT", ("signal",)),
+        Fault("exit", "leaves the process with code 7", ("exit",)),
+        Fault("hang", "never returns", ("timeout",)),
+        Fault("raise", "raises an exception on a legal call", ("exception",)),
+        Fault("allocate", "allocates without end", ("oom",)),
+        Fault("write_before", "writes a byte in front of its output", ("oob_write",)),
+        Fault("write_behind", "writes a byte behind its output", ("oob_write",)),
+        Fault("unwritten", "leaves the last element of its output as it was", ("unwritten", "numeric")),
+        Fault("untouched", "writes nothing at all", ("unwritten", "numeric")),
+        Fault("stale", "gives what the call before gave", ("numeric", "order", "index_range", "contract")),
+        Fault("mutate_input", "flips a bit of an input", ("input_mutated",)),
+        Fault("late_write", "returns 50 ms before its output stands", ("late_write",)),
+        Fault("first_call_wrong", "is wrong on its first call only", ("numeric", "nonfinite", "order", "index_range")),
+        Fault("one_element", "flips the top bits of one element", ("numeric", "nonfinite", "order", "index_range")),
+        Fault("zeros", "gives zeros", ("numeric", "order", "index_range", "token_duplicated")),
+    )
+}
+
+
+class Injected:
+    """A backend's `run` with one fault."""
+
+    def __init__(self, backend: Backend, name: str) -> None:
+        if name not in FAULTS:
+            msg = f"unknown fault {name!r}; known: {', '.join(FAULTS)}"
+            raise ValueError(msg)
+        self.backend, self.name, self.calls = backend, name, 0
+        self.last: dict[tuple[str, int], bytes] = {}
+        self.hoard: list[bytearray] = []
+
+    def run(self, op: str, kwargs: dict[str, Any], outs: list[str]) -> Any:
+        self.calls += 1
+        if self.name in _BEFORE:
+            _BEFORE[self.name](self)
+        before = [(t, _bytes(self.backend, t)) for t in (kwargs.get(n) for n in outs) if t is not None]
+        result = self.backend.run(op, kwargs)
+        self.backend.synchronize()
+        tensors = _tensors(self.backend, [kwargs.get(n) for n in outs]) or _tensors(self.backend, result)
+        if self.name in _AFTER and tensors:
+            inputs = [v for n, v in kwargs.items() if n not in outs]
+            _AFTER[self.name](self, op, tensors, before, _tensors(self.backend, inputs))
+        return result
+
+
+def _tensors(backend: Backend, value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [t for v in value for t in _tensors(backend, v)]
+    try:
+        spec, *_ = backend.inspect(value)
+    except TypeError:
+        return []
+    return [value] if spec.span_bytes() else []
+
+
+def _place(backend: Backend, tensor: Any) -> tuple[Any, int, int, int]:
+    spec, buf, offset, nbytes = backend.inspect(tensor)
+    item = _itemsize(spec.dtype)
+    last = sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))
+    return buf, offset, (last + 1) * item, nbytes
+
+
+def _itemsize(dtype: str) -> int:
+    digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
+    return max(int(digits or 8) // 8, 1)
+
+
+def _bytes(backend: Backend, tensor: Any) -> bytes:
+    buf, offset, span, _ = _place(backend, tensor)
+    out = bytearray(span)
+    backend.read(buf, offset, memoryview(out))
+    return bytes(out)
+
+
+def _write(backend: Backend, tensor: Any, data: bytes, shift: int = 0) -> None:
+    buf, offset, _, nbytes = _place(backend, tensor)
+    if 0 <= offset + shift and offset + shift + len(data) <= nbytes:
+        backend.write(buf, offset + shift, memoryview(bytearray(data)))
+
+
+def _stop(signum: int) -> Callable[[Injected], None]:
+    return lambda self: os.kill(os.getpid(), signum)
+
+
+def _hang(self: Injected) -> None:
+    while True:
+        time.sleep(1)
+
+
+def _raise(self: Injected) -> None:
+    msg = "planted: this call is refused"
+    raise RuntimeError(msg)
+
+
+def _allocate(self: Injected) -> None:
+    while True:
+        self.hoard.append(bytearray(64 << 20))
+
+
+_BEFORE: dict[str, Callable[[Injected], None]] = {
+    "segv": _stop(signal.SIGSEGV), "abort": _stop(signal.SIGABRT), "exit": lambda self: os._exit(7),
+    "hang": _hang, "raise": _raise, "allocate": _allocate,
+}
+
+
+def _behind(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    _write(self.backend, outs[0], b"\x00", _place(self.backend, outs[0])[2])
+
+
+def _ahead(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    _write(self.backend, outs[0], b"\x00", -1)
+
+
+def _unwritten(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    item = _itemsize(self.backend.inspect(outs[0])[0].dtype)
+    span = _place(self.backend, outs[0])[2]
+    tail = before[0][1][-item:] if before else b"\xa5" * item
+    _write(self.backend, outs[0], tail, span - item)
+
+
+def _untouched(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    for i, t in enumerate(outs):
+        _write(self.backend, t, before[i][1] if i < len(before) else b"\xa5" * _place(self.backend, t)[2])
+
+
+def _stale(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    for i, t in enumerate(outs):
+        fresh = _bytes(self.backend, t)
+        old = self.last.get((op, i))
+        if old is not None and len(old) == len(fresh):
+            _write(self.backend, t, old)
+        self.last[op, i] = fresh
+
+
+def _mutate(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    if ins:
+        first = _bytes(self.backend, ins[0])[0]
+        _write(self.backend, ins[0], bytes([first ^ 1]))
+
+
+def _late(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    right = [(t, _bytes(self.backend, t)) for t in outs]
+    _untouched(self, op, outs, before, ins)
+
+    def finish() -> None:
+        for t, data in right:
+            _write(self.backend, t, data)
+
+    threading.Timer(0.05, finish).start()
+
+
+def _flip(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    item = _itemsize(self.backend.inspect(outs[-1])[0].dtype)
+    data = bytearray(_bytes(self.backend, outs[-1])[:item])
+    data[-1] ^= 0x70
+    _write(self.backend, outs[-1], bytes(data))
+
+
+def _first(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    if self.calls == 1:
+        _flip(self, op, outs, before, ins)
+
+
+def _zeros(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    for t in outs:
+        spec, buf, offset, _ = self.backend.inspect(t)
+        item = _itemsize(spec.dtype)
+        rows = [0]
+        for n, s in zip(spec.shape, spec.strides, strict=True):
+            rows = [r + i * s for r in rows for i in range(n)]
+        for r in rows:
+            self.backend.write(buf, offset + r * item, memoryview(bytearray(item)))
+
+
+_AFTER: dict[str, Callable[..., None]] = {
+    "write_behind": _behind, "write_before": _ahead, "unwritten": _unwritten, "untouched": _untouched,
+    "stale": _stale, "mutate_input": _mutate, "late_write": _late, "first_call_wrong": _first,
+    "one_element": _flip, "zeros": _zeros,
+}

@@ -1,0 +1,68 @@
+"""What a backend can run: patterns of op names, and rows of limits on problems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from conformance.model import Problem
+from conformance.protocol import Description, Support, unsupported
+
+_TESTS = {
+    "in": lambda x, v: x in v, "lt": lambda x, v: x < v, "le": lambda x, v: x <= v, "ge": lambda x, v: x >= v,
+    "multiple_of": lambda x, v: x % v == 0,
+}
+_WORDS = {"in": "must be one of", "lt": "must be below", "le": "must be at most", "ge": "must be at least",
+          "multiple_of": "must be a multiple of"}
+
+
+def support_of(description: Description, op: str) -> Support:
+    """The entry of the longest matching pattern; an op that none names is not supported yet."""
+    best = max((p for p in description.ops if fnmatchcase(op, p)), key=len, default=None)
+    return description.ops[best] if best else unsupported(f"backend {description.name} does not name {op} yet")
+
+
+def variant_limit(support: Support, variant: Mapping[str, str]) -> str:
+    """Why this variant is outside the limits whatever the sizes, or an empty string."""
+    return _first_broken(support, lambda f: variant.get(f))
+
+
+def problem_limit(support: Support, problem: Problem, row_bytes: Mapping[str, int] | None = None) -> str:
+    """Why this problem is outside the limits, or an empty string."""
+    rows = row_bytes or {}
+
+    def look_up(field: str) -> Any:
+        if field in problem.variant:
+            return problem.variant[field]
+        if field.endswith(".row_bytes"):
+            return rows.get(field.removesuffix(".row_bytes"))
+        return problem.sizes.get(field, problem.values.get(field))
+
+    return _first_broken(support, look_up)
+
+
+def _first_broken(support: Support, look_up: Any) -> str:
+    for row in support.limits:
+        got = look_up(row["field"])
+        if got is None:
+            continue
+        for test, allowed in row.items():
+            if test == "field":
+                continue
+            values = got if isinstance(got, list) else [got]
+            if not all(_TESTS[test](v, allowed) for v in values):
+                return f"{row['field']}={got} {_WORDS[test]} {allowed}"
+    return ""
+
+
+def check_limits(description: Description) -> list[str]:
+    """What is malformed in a description's limits: unknown tests, rows without a field."""
+    wrong = []
+    for name, support in description.ops.items():
+        for row in support.limits:
+            if "field" not in row:
+                wrong.append(f"{name}: a limit without a field: {dict(row)}")
+            wrong.extend(f"{name}: unknown limit {t!r}; known: {', '.join(_TESTS)}"
+                         for t in row if t != "field" and t not in _TESTS)
+    return wrong

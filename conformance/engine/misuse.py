@@ -1,0 +1,80 @@
+"""Calls that must be refused, each followed by a good one in the same process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.engine.attempt import Attempt, Attempts
+from conformance.engine.judge import Finding, compare, ended_badly, observe
+from conformance.engine.variants import matching
+from conformance.identity import seed_of
+from conformance.model import Case, Misuse, Op, Problem
+
+
+def misuse_of(op: Op, name: str) -> Misuse:
+    return next(m for m in op.rejects if m.name == name)
+
+
+def problem_of(case: Case, seed: int) -> Problem:
+    """The small ordinary problem that the misuse is planted in."""
+    m = misuse_of(case.op, case.variant["misuse"])
+    from conformance.engine.draw import values_of
+
+    variant = matching(case.op, m.variant)
+    values = {name: choices[0] for name, choices in values_of(case.op, variant)}
+    sizes = {**{n: s.lo for n, s in case.op.sizes.items()}, **case.op.sample}
+    return Problem(case.op.name, variant, sizes, values, case.op.families[0], seed_of(seed, case.id), {}, m.name)
+
+
+def run_misuse(attempts: Attempts, problem: Problem) -> Attempt:
+    """Make the bad call and then a good one; the findings say what was not as it must be."""
+    op = attempts.op
+    m = misuse_of(op, problem.misuse)
+    out = Attempt(problem)
+    with attempts.clock.timed("draw"):
+        bad = attempts.example(problem, judged=True, overrides=m.overrides)
+    executor = attempts.ready(fresh=True)
+    with attempts.clock.timed("draw"):
+        request = attempts._requests(executor, [bad], settle=False)[0]
+    executor.send(request)
+    with attempts.clock.timed("run"):
+        outcome = executor.collect(attempts.limit_s)
+    out.examples.append(bad)
+    out.findings.extend(_refusal(attempts, m, bad, outcome))
+    died = outcome.death is not None or bool(outcome.timed_out)
+    if died:
+        attempts.deaths += 1
+    if not out.findings and m.kind != "trap":
+        good = attempts.run(problem)
+        out.seen, out.digests, out.expected = good.seen, good.digests, good.expected
+        for f in good.findings:
+            f.message = f"after the refused call, a good one: {f.message}"
+        out.findings.extend(good.findings)
+    return out
+
+
+def _refusal(attempts: Attempts, m: Misuse, bad: Any, outcome: Any) -> list[Finding]:
+    ended = ended_badly(outcome)
+    told = [a["exception"] for a in outcome.answers if a and "exception" in a]
+    if told:
+        e = told[0]
+        if "Exception" not in e["mro"]:
+            return [Finding("fail", "enqueue", "wrong_exception",
+                            f"{m.doc}: raised {e['type']}, which callers of `except Exception` don't catch")]
+        if m.raises and not set(m.raises) & set(e["mro"]):
+            return [Finding("fail", "enqueue", "wrong_exception",
+                            f"{m.doc}: raised {e['type']} ({e['message'][:200]}); documented: {' or '.join(m.raises)}")]
+        return []
+    if ended is not None:
+        if m.kind == "trap" and ended.status == "crash":
+            return []
+        if ended.status == "oom":
+            ended = Finding("fail", ended.phase, "no_exception", f"asked for memory first: {ended.message}")
+        ended.message = f"{m.doc}: {ended.message}"
+        return [ended]
+    if m.kind != "limit":
+        return [Finding("fail", "enqueue", "no_exception", f"{m.doc}: the call returned as if nothing were wrong")]
+    seen = observe(bad, outcome)
+    if not seen.findings:
+        compare(bad, seen, attempts.op.oracle(bad.problem, bad.inputs, attempts.bench.profile), attempts.bench.profile)
+    return seen.findings

@@ -1,0 +1,247 @@
+"""One case from its first draw to its record."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from conformance.engine import draw, misuse, relations
+from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
+from conformance.engine.checks import CHECKS, Check, counted
+from conformance.engine.executor import BackendBroken
+from conformance.engine.judge import Finding
+from conformance.engine.keep import keep
+from conformance.engine.limits import problem_limit, support_of, variant_limit
+from conformance.engine.patterns import pattern_of
+from conformance.engine.shrink import Shrinker
+from conformance.model import Case, Problem
+from conformance.results import Record
+
+MAX_UNSUPPORTED = 256
+"""drawn problems in a row outside the limits, after which a case is unsupported"""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a level asks for."""
+
+    level: str
+    examples: int
+    max_work: float
+    shrink_s: float
+
+
+EFFORTS = {
+    e.level: e
+    for e in (Effort("core", 8, 2.0**20, 10.0), Effort("full", 25, 2.0**24, 60.0), Effort("extended", 100, 2.0**30, 300.0))
+}
+
+
+@dataclass
+class Config:
+    """What a worker needs for every case."""
+
+    bench: Bench
+    effort: Effort
+    seed: int
+    run_dir: Path
+    backend: str
+    options: dict[str, str] = field(default_factory=dict)
+    log_problem: Callable[[dict[str, Any]], None] = lambda row: None
+    fixed: dict[str, list[Problem]] | None = None
+    """problems of a former run, by case id, instead of drawn ones"""
+
+
+def run_case(case: Case, config: Config) -> Record:
+    """Try one case and say how it went. Raises nothing but interrupts."""
+    record = Record(case.id, case.op.module, case.op.name, dict(case.variant), case.check, config.effort.level, "error",
+                    seed=config.seed, backend=config.backend, started=time.time())
+    clock = Clock()
+    runner = _CaseRun(case, config, record, clock)
+    try:
+        runner.go()
+    except BackendBroken as e:
+        record.status, record.phase, record.message = "error", "collect", str(e)
+    except Exception as e:  # noqa: BLE001 - the suite's own fault is a result too
+        record.status, record.message = "error", f"the suite failed: {type(e).__name__}: {e}\n{traceback.format_exc()}"
+    finally:
+        runner.close()
+    record.duration_s = {k: round(v, 6) for k, v in clock.items()}
+    record.finished = time.time()
+    record.replay = ["conformance", "replay", case.id, f"--backend={config.backend}", f"--seed={config.seed}",
+                     *(f"--backend-option={k}={v}" for k, v in config.options.items())]
+    return record
+
+
+class _CaseRun:
+    def __init__(self, case: Case, config: Config, record: Record, clock: Clock) -> None:
+        self.case, self.config, self.record, self.clock = case, config, record, clock
+        self.check: Check = CHECKS[case.check]
+        self.attempts: Attempts | None = None
+        self.support = support_of(config.bench.description, case.op.name)
+        self.lineage: list[Problem] = []
+
+    def close(self) -> None:
+        if self.attempts is not None:
+            self.attempts.close()
+
+    def go(self) -> None:
+        case, config, record = self.case, self.config, self.record
+        with self.clock.timed("draw"):
+            if case.check == "rejects":
+                first = [misuse.problem_of(case, config.seed)]
+                record.draws_sha256 = draw.digest(first)
+            else:
+                first, record.draws_sha256 = draw.first_chunk(self.drawn_case, config.seed)
+        reason = self.support.reason if not self.support.supported else variant_limit(self.support, case.variant)
+        if not reason and case.op.ranks not in (1, *config.bench.description.ranks):
+            reason = f"needs {case.op.ranks} ranks; this backend forms groups of {config.bench.description.ranks}"
+        if reason:
+            record.status, record.message = "unsupported", reason
+            record.domain = {"kind": self.support.kind if not self.support.supported else "limit"}
+            return
+        self.attempts = Attempts(config.bench, case.op, self.clock, debug_malloc=self.check.debug_malloc)
+        executed, skipped, outside = 0, 0, ""
+        for problem in self.problems(first):
+            if executed >= config.effort.examples or skipped >= MAX_UNSUPPORTED:
+                break
+            outside = problem_limit(self.support, problem)
+            if outside or draw.work(case.op, problem) > config.effort.max_work:
+                skipped += 1
+                continue
+            last = executed + 1 == config.effort.examples
+            attempt = self.attempt(problem, settle=self.check.settle_last and last)
+            executed += 1
+            self.note(attempt)
+            if counted(self.check, attempt.findings):
+                self.failed(attempt)
+                break
+            self.lineage.append(problem)
+        record.examples = {"executed": executed, "unsupported": skipped}
+        if not executed:
+            record.status = "unsupported"
+            record.message = outside or "no drawn problem is small enough for this level"
+        elif record.status == "error" and not record.message:
+            self.passed()
+
+    @property
+    def drawn_case(self) -> Case:
+        """The case whose problems are drawn: a relation or misuse draws those of its op's variant."""
+        return relations.drawn_case(self.case)
+
+    def problems(self, first: list[Problem]) -> Iterator[Problem]:
+        if self.case.check == "rejects":
+            return iter(first)
+        if self.config.fixed is not None:
+            return iter(self.config.fixed.get(self.case.id, []))
+        later = (draw.chunk(self.drawn_case, self.config.seed, i) for i in range(1, 64))
+        return chain(draw.explicit(self.drawn_case, self.config.seed), first, chain.from_iterable(later))
+
+    def attempt(self, problem: Problem, *, fresh: bool = False, settle: bool = False) -> Attempt:
+        assert self.attempts is not None
+        if self.case.check == "rejects":
+            return misuse.run_misuse(self.attempts, problem)
+        plan, relate = relations.plan_of(self.case, self.check)
+        return self.attempts.run(problem, fresh=fresh, settle=settle, plan=plan, relate=relate)
+
+    def note(self, attempt: Attempt) -> None:
+        self.config.log_problem({"id": self.case.id, "problem": attempt.problem.to_json(), **attempt.digests})
+        sizes = self.record.domain.setdefault("sizes", {})
+        for name, n in attempt.problem.sizes.items():
+            lo, hi = (min(n), max(n)) if isinstance(n, list) else (n, n)
+            old = sizes.get(name, [lo, hi])
+            sizes[name] = [min(old[0], lo), max(old[1], hi)]
+        self.record.domain["limits"] = [dict(r) for r in self.support.limits]
+        for seen in attempt.seen[-1:]:
+            for output, figures in seen.numerics.items():
+                mine = self.record.numerics.setdefault(output, {"elements": 0})
+                mine["elements"] += figures["elements"]
+                if figures.get("worst_ratio", 0) >= mine.get("worst_ratio", 0):
+                    mine.update({k: v for k, v in figures.items() if k != "elements"})
+            self.record.numerics.setdefault("_", {"elements": 0})["elements"] += seen.elements
+
+    def passed(self) -> None:
+        record = self.record
+        elements = record.numerics.pop("_", {"elements": 0})["elements"]
+        record.status = "pass"
+        if not elements and self.case.check not in ("degenerate", "rejects"):
+            record.status, record.message = "mistrusted", "no element was judged, so this could not have failed"
+
+    def failed(self, attempt: Attempt) -> None:
+        """Confirm alone, shrink, keep, and tell."""
+        first = attempt.problem
+        worst = self.worst(attempt)
+        alone = self.attempt(first, fresh=True, settle=True)
+        again = self.worst(alone)
+        story = ""
+        if again is None:
+            story, again, alone = self.only_in_sequence(attempt)
+        if again is None:
+            self.tell(worst, "flaky", attempt, first, story)
+            return
+        if worst.reason in ("unwritten", "numeric", "nonfinite") and again.reason == "late_write":
+            worst = again
+        if story:
+            self.tell(again, again.status, alone, first, story)
+            return
+        minimal = first if self.case.check == "rejects" else self.shrink(first, again)
+        final = alone if minimal == first else self.attempt(minimal, fresh=True, settle=again.reason == "late_write")
+        found = self.worst(final)
+        if found is None or found.bug != again.bug:
+            final, found = alone, again
+        self.tell(found, found.status, final, first, "")
+
+    def worst(self, attempt: Attempt) -> Finding | None:
+        return replace(attempt, findings=counted(self.check, attempt.findings)).worst
+
+    def only_in_sequence(self, attempt: Attempt) -> tuple[str, Finding | None, Attempt]:
+        """A failure that does not show alone: does it show after the calls that came before?"""
+        assert self.attempts is not None
+        self.attempts.ready(fresh=True)
+        for before in self.lineage[-20:]:
+            self.attempt(before)
+        again = self.attempt(attempt.problem)
+        found = self.worst(again)
+        if found is None:
+            return "it showed once, neither alone nor after the same calls again", None, attempt
+        self.record.lineage = [str(p.to_json()) for p in self.lineage[-20:]]
+        return f"it shows only after other calls ({len(self.record.lineage)} before it)", found, again
+
+    def shrink(self, problem: Problem, bug: Finding) -> Problem:
+        assert self.attempts is not None
+        attempts, start = self.attempts, self.attempts.deaths
+
+        def fails(candidate: Problem) -> bool:
+            if problem_limit(self.support, candidate):
+                return False
+            # Every example of a failing case gets a process of its own: state of the call before can't help it.
+            found = self.worst(self.attempt(candidate, fresh=True, settle=bug.reason == "late_write"))
+            return found is not None and found.bug == bug.bug
+
+        with self.clock.timed("shrink"):
+            return Shrinker(self.case.op, fails, problem, time.monotonic() + self.config.effort.shrink_s,
+                            lambda: attempts.deaths - start).run()
+
+    def tell(self, finding: Finding, status: str, attempt: Attempt, first: Problem, story: str) -> None:
+        record, config = self.record, self.config
+        record.status, record.phase = status, finding.phase
+        record.reason = finding.reason if finding.status == "fail" or finding.status == "crash" else None
+        record.problem = attempt.problem.to_json()
+        where = ""
+        if finding.judgement is not None and finding.judgement.bad.any():
+            where = f"\nwrong: {pattern_of(finding.judgement.bad)}"
+        text = f"{finding.message}{where}" + (f"\n{story}" if story else "")
+        record.message = text
+        for seen in attempt.seen[-1:]:
+            record.numerics = seen.numerics or record.numerics
+        record.numerics.pop("_", None)
+        with contextlib.suppress(OSError):
+            record.artifacts = keep(config.run_dir, self.case.id, attempt, first=first.to_json(), seed=config.seed,
+                                    backend=config.backend, options=config.options, message=text,
+                                    requirements=dict(config.bench.description.requirements))

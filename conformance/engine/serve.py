@@ -1,0 +1,257 @@
+"""The executor's side: calls the backend and moves bytes. Knows no oracle, case or judge.
+
+A request is one run: buffers to fill, and steps to call on them. The answer says
+where in the arena the bytes stand that came back. A phase byte in the arena's header
+tells the worker how far a process got that died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from conformance.engine.inject import Injected
+from conformance.engine.wire import HEADER_BYTES, Arena, Closed, recv, send
+from conformance.protocol import (
+    Arg,
+    Backend,
+    DeviceLost,
+    DTypeArg,
+    Group,
+    OutOfDeviceMemory,
+    TensorArg,
+    TokenArg,
+    TupleArg,
+    Unrepresentable,
+    ValueArg,
+    arg_from_json,
+)
+
+PHASES = ("idle", "prepare", "enqueue", "execute", "compare", "teardown")
+
+
+def serve(sock: socket.socket, arena: Arena, backend_class: type[Backend], spec: Mapping[str, Any]) -> None:
+    """Answer requests until the worker hangs up."""
+    group = Group(**spec["group"]) if spec.get("group") else None
+    server = Server(arena, backend_class(device=spec["device"], options=spec["options"], group=group), spec)
+    send(sock, {"ready": True})
+    while True:
+        try:
+            request, _ = recv(sock)
+        except Closed:
+            return
+        send(sock, server.answer(request))
+
+
+class Server:
+    """Holds the backend and what outlives a run: tokens, and the results of the run before."""
+
+    def __init__(self, arena: Arena, backend: Backend, spec: Mapping[str, Any]) -> None:
+        self.arena, self.backend = arena, backend
+        self.injected = Injected(backend, spec["inject"]) if spec.get("inject") else None
+        self.held: list[tuple[Any, int, int, bytes]] = []
+        self.cursor = HEADER_BYTES
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        command = request["cmd"]
+        if command == "run":
+            return self.run(request)
+        if command == "alive":
+            return {"alive": self.backend.alive()}
+        if command == "doctor":
+            r = self.backend.doctor()
+            return {"versions": dict(r.versions), "devices": list(r.devices), "modules": dict(r.modules)}
+        msg = f"unknown command {command!r}"
+        raise ValueError(msg)
+
+    def call(self, op: str, kwargs: dict[str, Any], outs: list[str]) -> Any:
+        if self.injected:
+            return self.injected.run(op, kwargs, outs)
+        return self.backend.run(op, kwargs)
+
+    def phase(self, name: str, step: int = 0) -> None:
+        self.arena.view[0] = PHASES.index(name)
+        self.arena.view[1] = min(step, 255)
+        self._phase = name
+
+    def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self.arena.reserve(request["arena_bytes"])
+        if request.get("results_at") is not None:
+            self.cursor = request["results_at"]
+        buffers: list[Any] = []
+        run = _Run(self, request, buffers)
+        started = time.perf_counter()
+        try:
+            out = run.go()
+        except OutOfDeviceMemory as e:
+            out = {"oom": str(e)}
+        except MemoryError as e:
+            out = {"oom": f"the call ran out of host memory: {e}"}
+        except DeviceLost as e:
+            out = {"lost": str(e)}
+        except Unrepresentable as e:
+            out = {"unrepresentable": str(e)}
+        except BaseException as e:  # noqa: BLE001 - whatever a kernel raises is a result
+            out = {"exception": _described(e)}
+        out["phase"], out["step"], out["run_s"] = self._phase, run.step, time.perf_counter() - started
+        self.phase("teardown")
+        for b in buffers:
+            self.backend.free(b)
+        self.phase("idle")
+        return out
+
+
+class _Run:
+    def __init__(self, server: Server, request: Mapping[str, Any], buffers: list[Any]) -> None:
+        self.server, self.request, self.buffers = server, request, buffers
+        self.backend, self.arena = server.backend, server.arena
+        self.tensors: dict[tuple[int, int, str], Any] = {}
+        self.tokens: dict[str, Any] = {}
+        self.step = 0
+
+    def go(self) -> dict[str, Any]:
+        request, server = self.request, self.server
+        server.phase("prepare")
+        for b in request["buffers"]:
+            buf = self.backend.alloc(b["nbytes"], b["align"])
+            self.buffers.append(buf)
+            self.backend.write(buf, 0, self.arena.view[b["at"] : b["at"] + b["nbytes"]])
+        for module, settings in request.get("settings", {}).items():
+            self.backend.set_settings(module, settings)
+        watched = self.backend.poison_pool(request["poison"])
+        held, steps = [], []
+        for self.step, raw in enumerate(request["steps"]):
+            server.phase("prepare", self.step)
+            kwargs = {n: self.materialise(arg_from_json(a)) for n, a in raw["args"].items()}
+            server.phase("enqueue", self.step)
+            result = server.call(raw["op"], kwargs, raw.get("outs", []))
+            server.phase("execute", self.step)
+            self.backend.synchronize()
+            leaves: list[dict[str, Any]] = []
+            structure = self.flatten(result, raw.get("returns", []), leaves, held)
+            steps.append({"structure": structure, "leaves": leaves})
+        self.backend.poison_pool(0)
+        server.phase("compare")
+        for b, buf in zip(request["buffers"], self.buffers, strict=True):
+            self.backend.read(buf, 0, self.arena.view[b["back"] : b["back"] + b["nbytes"]])
+        out: dict[str, Any] = {"steps": steps, "pool_watched": watched, "held_changed": self.held_changed()}
+        if request.get("settle_s"):
+            out["late"] = self.late(held, request["settle_s"])
+        out["settings"] = {m: self.backend.get_settings(m) for m in request.get("settings", {})}
+        # The results of this run stay referenced until the next run is over: a callee
+        # that hands out the same memory twice then overwrites what its caller still holds.
+        server.held = held if request.get("hold") else []
+        out["arena_bytes"] = self.arena.nbytes
+        return out
+
+    def materialise(self, arg: Arg) -> Any:
+        if isinstance(arg, TensorArg):
+            key = (arg.buffer, arg.offset_bytes, repr(arg.spec))
+            if key not in self.tensors:
+                self.tensors[key] = self.backend.view(self.buffers[arg.buffer], arg.offset_bytes, arg.spec)
+            return self.tensors[key]
+        if isinstance(arg, ValueArg):
+            return arg.value
+        if isinstance(arg, DTypeArg):
+            return self.backend.dtype(arg.name)
+        if isinstance(arg, TupleArg):
+            return tuple(self.materialise(a) for a in arg.items)
+        if isinstance(arg, TokenArg):
+            return self.tokens[arg.name]
+        raise TypeError(arg)
+
+    def flatten(self, value: Any, names: list[str], leaves: list[dict[str, Any]], held: list[Any]) -> Any:
+        """Append the leaves of a result depth first; returns its structure with a letter a leaf."""
+        if isinstance(value, (tuple, list)):
+            return [self.flatten(v, names, leaves, held) for v in value]
+        name = names[len(leaves)] if len(leaves) < len(names) else ""
+        # A later step may take any of these, tensors too, as the very object that came back.
+        self.tokens[name] = value
+        leaf = self.leaf(value, held)
+        leaves.append(leaf)
+        return leaf["kind"]
+
+    def leaf(self, value: Any, held: list[Any]) -> dict[str, Any]:
+        if value is None:
+            return {"kind": "none"}
+        if isinstance(value, (bool, int, float, str)):
+            return {"kind": type(value).__name__, "value": value}
+        for (buffer, offset, _), tensor in self.tensors.items():
+            if tensor is value:
+                return {"kind": "argument", "buffer": buffer, "offset_bytes": offset}
+        try:
+            spec, buf, offset, nbytes = self.backend.inspect(value)
+        except TypeError:
+            return {"kind": "token", "type": type(value).__name__}
+        for (buffer, at, _), tensor in self.tensors.items():
+            if 0 not in spec.shape and self.backend.same_memory(tensor, value):
+                return {"kind": "argument", "buffer": buffer, "offset_bytes": at}
+        at = self.place(nbytes)
+        self.backend.read(buf, 0, self.arena.view[at : at + nbytes])
+        held.append((buf, at, nbytes, _digest(self.arena.view[at : at + nbytes])))
+        return {
+            "kind": "tensor", "at": at, "nbytes": nbytes, "offset_bytes": offset, "shape": list(spec.shape),
+            "strides": list(spec.strides), "dtype": spec.dtype,
+        }
+
+    def place(self, nbytes: int) -> int:
+        at = self.server.cursor
+        self.server.cursor = at + (nbytes + 63) // 64 * 64
+        self.arena.reserve(self.server.cursor)
+        return at
+
+    def held_changed(self) -> bool:
+        """Whether this run altered a result that the caller still holds from the run before."""
+        scratch = self.server.cursor
+        for buf, _, nbytes, digest in self.server.held:
+            self.arena.reserve(scratch + nbytes)
+            area = self.arena.view[scratch : scratch + nbytes]
+            self.backend.read(buf, 0, area)
+            if _digest(area) != digest:
+                return True
+        return False
+
+    def late(self, held: list[Any], settle_s: float) -> bool:
+        """Whether any byte changes after the call said it was done."""
+        time.sleep(settle_s)
+        scratch = self.server.cursor
+        areas = [(buf, b["back"], b["nbytes"]) for b, buf in zip(self.request["buffers"], self.buffers, strict=True)]
+        for buf, at, nbytes in areas + [h[:3] for h in held]:
+            self.arena.reserve(scratch + nbytes)
+            area = self.arena.view[scratch : scratch + nbytes]
+            self.backend.read(buf, 0, area)
+            if _digest(area) != _digest(self.arena.view[at : at + nbytes]):
+                return True
+        return False
+
+
+def _digest(area: memoryview) -> bytes:
+    return hashlib.blake2b(area, digest_size=16).digest()
+
+
+def _described(e: BaseException) -> dict[str, Any]:
+    frames = traceback.extract_tb(e.__traceback__)[-4:]
+    where = [f"{os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames]
+    mro = [c.__name__ for c in type(e).__mro__ if c is not object]
+    return {"type": type(e).__name__, "mro": mro, "message": str(e)[:2000], "where": where}
+
+
+def start(sock_fd: int, arena_fd: int, backend_class: type[Backend], spec: Mapping[str, Any]) -> None:
+    """Run the executor in this process and leave it; an exception of ours goes to stderr."""
+    code = 0
+    try:
+        serve(socket.socket(fileno=sock_fd), Arena(arena_fd), backend_class, spec)
+    except Closed:
+        pass
+    except BaseException:  # noqa: BLE001 - the process ends here, its stderr is kept
+        traceback.print_exc()
+        code = 70
+    sys.stderr.flush()
+    # Not sys.exit: a forked child must not run its parent's exit handlers.
+    os._exit(code)

@@ -1,0 +1,111 @@
+"""Messages between a worker, its zygote and its executors, and the arena they share."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from typing import Any
+
+HEADER_BYTES = 4096
+_LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+
+
+class Closed(Exception):
+    """The other side is gone."""
+
+
+class TimedOut(Exception):
+    """No answer within the limit."""
+
+
+def send(sock: socket.socket, message: Any, fds: tuple[int, ...] = ()) -> None:
+    """Send one JSON message, with file descriptors beside it. Raises Closed."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    frame = _LENGTH.pack(len(data)) + data
+    try:
+        if fds:
+            sent = sock.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+            frame = frame[sent:]
+        if frame:
+            sock.sendall(frame)
+    except OSError as e:
+        raise Closed(str(e)) from e
+
+
+def recv(sock: socket.socket, timeout_s: float | None = None, max_fds: int = 0) -> tuple[Any, list[int]]:
+    """The next message and its descriptors. Raises Closed or TimedOut."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    fds: list[int] = []
+    head = _exactly(sock, _LENGTH.size, end, fds, max_fds)
+    body = _exactly(sock, _LENGTH.unpack(head)[0], end, fds, max_fds)
+    return json.loads(body), fds
+
+
+def _exactly(sock: socket.socket, n: int, end: float | None, fds: list[int], max_fds: int) -> bytes:
+    out = bytearray()
+    while len(out) < n:
+        if end is not None:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([sock], [], [], left)[0]:
+                raise TimedOut
+        try:
+            if max_fds:
+                data, got, _, _ = socket.recv_fds(sock, n - len(out), max_fds)
+                fds.extend(got)
+            else:
+                data = sock.recv(n - len(out))
+        except OSError as e:
+            raise Closed(str(e)) from e
+        if not data:
+            msg = "end of stream"
+            raise Closed(msg)
+        out += data
+    return bytes(out)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies; leave at once if it has."""
+    if hasattr(signal, "SIGKILL"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(0)
+
+
+class Arena:
+    """Anonymous shared memory that grows: no name, nothing to clean up, no limit of /dev/shm."""
+
+    def __init__(self, fd: int | None = None, nbytes: int = 1 << 22) -> None:
+        if fd is None:
+            fd = os.memfd_create("arena")
+            os.ftruncate(fd, nbytes)
+        self.fd = fd
+        self._map = mmap.mmap(fd, 0)
+        self.view = memoryview(self._map)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.view)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that many bytes are mapped; contents stay, views taken before stay valid."""
+        if nbytes <= self.nbytes:
+            return
+        if os.fstat(self.fd).st_size < nbytes:
+            os.ftruncate(self.fd, 1 << (nbytes - 1).bit_length())
+        # The old mapping lives on as long as an array still looks at it.
+        self._map = mmap.mmap(self.fd, 0)
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        os.close(self.fd)

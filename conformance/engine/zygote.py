@@ -1,0 +1,84 @@
+"""A single-threaded process that has imported a backend and touched no device: it forks executors.
+
+Started as `python -m conformance.engine.zygote FD NAME`. Forking takes milliseconds
+where starting anew would import a framework each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+from conformance.backend_class import load_backend_class
+from conformance.engine.serve import start
+from conformance.engine.wire import Closed, die_with_parent, recv, send
+
+FATAL_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
+
+
+def reset_signals() -> None:
+    """Undo handlers that imports installed: symbolising a stack costs nearly a second a death."""
+    for name in FATAL_SIGNALS:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        backend_class = load_backend_class(sys.argv[2])
+        preload = getattr(backend_class, "preload", None)
+        if preload:
+            preload()
+    except BaseException as e:  # noqa: BLE001 - whatever an import raises is told
+        send(sock, {"error": f"{type(e).__name__}: {e}"})
+        return
+    reset_signals()
+    send(sock, {"ready": os.getpid()})
+    children: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([sock, *children], [], [])
+        for fd in ready:
+            if fd is sock:
+                try:
+                    request, fds = recv(sock, max_fds=8)
+                except Closed:
+                    return
+                pid = fork(sock, request, fds, backend_class, children)
+                children[os.pidfd_open(pid)] = pid
+                send(sock, {"pid": pid})
+            else:
+                pid = children.pop(fd)
+                os.close(fd)
+                _, status = os.waitpid(pid, 0)
+                send(sock, {"exit": pid, "status": status})
+
+
+def fork(sock: socket.socket, request: dict[str, Any], fds: list[int], backend_class: Any,
+         children: dict[int, int]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        for fd in fds:
+            os.close(fd)
+        return pid
+    die_with_parent(parent)
+    sock.close()
+    for fd in children:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    executor_fd, arena_fd, stderr_fd = fds
+    os.dup2(stderr_fd, 1)
+    os.dup2(stderr_fd, 2)
+    start(executor_fd, arena_fd, backend_class, request)
+    raise AssertionError
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[3]))
+    main()

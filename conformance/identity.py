@@ -1,0 +1,50 @@
+"""Case ids, queries on them, and the seeds that follow from them."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from collections.abc import Iterable
+
+ID = re.compile(r"(?P<op>[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)+)/(?P<check>[a-z]+)(:(?P<keys>[a-z0-9_]+=[a-z0-9_.+-]+(,[a-z0-9_]+=[a-z0-9_.+-]+)*))?")
+
+
+def parse_id(text: str) -> tuple[str, str, dict[str, str]]:
+    """(op, check, variant keys) of a case id. Raises ValueError saying the grammar."""
+    m = ID.fullmatch(text)
+    if not m:
+        msg = f"{text!r} is no case id; it should read module.op/check:key=value,key=value"
+        raise ValueError(msg)
+    keys = dict(pair.split("=", 1) for pair in (m["keys"] or "").split(",") if pair)
+    return m["op"], m["check"], keys
+
+
+def matches(query: str, case_id: str) -> bool:
+    """A query is an id, or any prefix of one with `*` behind it."""
+    return case_id.startswith(query[:-1]) if query.endswith("*") else case_id == query
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`did you mean` for the closest known word, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def unknown(kind: str, word: str, known: Iterable[str], limit: int = 30) -> str:
+    """The message for a name that does not exist: the nearest, and the known ones."""
+    names = sorted(known)
+    shown = ", ".join(names[:limit]) + (f", ... ({len(names)} in all)" if len(names) > limit else "")
+    return " ".join(filter(None, (f"unknown {kind} {word!r};", nearest(word, names), f"known: {shown}")))
+
+
+def slug(case_id: str) -> str:
+    """A folder name for a case: readable, unique, short."""
+    digest = hashlib.sha256(case_id.encode()).hexdigest()[:8]
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", case_id)[:80] + "-" + digest
+
+
+def seed_of(*parts: object) -> int:
+    """A 64-bit seed from the parts; the same on every machine."""
+    text = "\x1f".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

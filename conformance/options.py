@@ -1,0 +1,80 @@
+"""The command-line options of a run, in one place for pytest and the console script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.catalogue.load import MODULES
+from conformance.collect import UsageError, all_cases, check_names
+from conformance.engine.inject import FAULTS
+from conformance.engine.run import EFFORTS
+from conformance.identity import matches, unknown
+from conformance.model import CHECKS
+
+OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--backend", {"metavar": "NAME", "help": "what runs the ops: cpu, or package.module:Class"}),
+    ("--backend-option", {"metavar": "K=V", "action": "append", "default": [], "help": "an option of the backend"}),
+    ("--devices", {"default": "auto", "help": "auto, or device numbers: 0,1"}),
+    ("--level", {"default": "full", "help": f"how much is tried: {', '.join(EFFORTS)} (default full)"}),
+    ("--claim", {"default": None, "help": "the list of ops a verdict is relative to: `all`, or a file with an op a line"}),
+    ("--module", {"default": "", "help": "only these modules: a,b"}),
+    ("--case", {"action": "append", "default": [], "metavar": "QUERY", "help": "an id, or any prefix of one with *"}),
+    ("--check", {"default": "", "help": "only these checks: a,b"}),
+    ("--seed", {"type": int, "default": 0, "help": "seed of every draw (default 0)"}),
+    ("--examples", {"type": int, "default": None, "help": "problems a case, instead of the level's number"}),
+    ("--case-timeout", {"type": float, "default": 20.0, "metavar": "S", "help": "seconds a call may take (default 20)"}),
+    ("--shrink-budget", {"type": float, "default": None, "metavar": "S", "help": "seconds spent on making a failure small"}),
+    ("--waivers", {"default": None, "metavar": "FILE", "help": "known findings; none is loaded by default"}),
+    ("--run-dir", {"default": None, "metavar": "DIR", "help": "default: runs/<backend>-<utc time>"}),
+    ("--resume", {"action": "store_true", "help": "go on with the run in --run-dir"}),
+    ("--shard", {"default": None, "metavar": "K/N", "help": "only the K-th of N parts"}),
+    ("--problems", {"default": None, "metavar": "RUN", "help": "exactly the problems that a former run executed"}),
+    ("--inject", {"default": None, "metavar": "FAULT", "help": f"plant a fault: {', '.join(FAULTS)}"}),
+)
+
+
+def backend_options(pairs: list[str]) -> dict[str, str]:
+    """Raises UsageError for what is not K=V."""
+    out = {}
+    for pair in pairs:
+        key, sep, value = pair.partition("=")
+        if not sep or not key:
+            msg = f"--backend-option takes K=V, got {pair!r}"
+            raise UsageError(msg)
+        out[key] = value
+    return out
+
+
+def shard_of(text: str | None) -> tuple[int, int]:
+    """(K, N), 1 <= K <= N. Raises UsageError."""
+    if not text:
+        return 1, 1
+    k, sep, n = text.partition("/")
+    if not sep or not k.isdigit() or not n.isdigit() or not 1 <= int(k) <= int(n):
+        msg = f"--shard takes K/N with 1 <= K <= N, such as 2/3; got {text!r}"
+        raise UsageError(msg)
+    return int(k), int(n)
+
+
+def split(text: str) -> list[str]:
+    return [w for w in text.split(",") if w]
+
+
+def check_usage(*, level: str, modules: list[str], checks: list[str], queries: list[str], inject: str | None,
+                examples: int | None, resume: bool, run_dir: str | None) -> None:
+    """Raises UsageError on the first name that does not exist, or option that makes no sense."""
+    check_names("level", [level], EFFORTS)
+    check_names("module", modules, MODULES)
+    check_names("check", checks, CHECKS)
+    if inject:
+        check_names("fault", [inject], FAULTS)
+    if examples is not None and examples < 1:
+        msg = f"--examples must be at least 1, got {examples}"
+        raise UsageError(msg)
+    if resume and not run_dir:
+        msg = "--resume needs the --run-dir of the run to go on with"
+        raise UsageError(msg)
+    ids = [c.id for c in all_cases()] if queries else []
+    for q in queries:
+        if not any(matches(q, i) for i in ids):
+            raise UsageError(unknown("case", q, ids, limit=5))

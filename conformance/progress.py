@@ -1,0 +1,56 @@
+"""Live progress: one line that is rewritten on a terminal, a plain line now and then in a log."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+LOG_EVERY_S = 10.0
+REDRAW_EVERY_S = 0.2
+
+
+class Progress:
+    """Cases done, failed, time left, and what each worker is on."""
+
+    def __init__(self, reporter: Any, run_dir: Path, total: int, live: bool) -> None:
+        self.reporter, self.run_dir, self.total, self.live = reporter, run_dir, total, live
+        self.started = self.shown = time.monotonic()
+        self.verdicts: Counter[str] = Counter()
+
+    def done(self, verdict: str) -> None:
+        self.verdicts[verdict] += 1
+        every = REDRAW_EVERY_S if self.live else LOG_EVERY_S
+        if time.monotonic() - self.shown >= every or sum(self.verdicts.values()) == self.total:
+            self.show()
+
+    def line(self) -> str:
+        n = sum(self.verdicts.values())
+        spent = time.monotonic() - self.started
+        left = spent / n * (self.total - n) if n else 0.0
+        parts = [f"{n}/{self.total} cases", f"{self.verdicts['nonconforming']} nonconforming"]
+        if self.verdicts["waived"]:
+            parts.append(f"{self.verdicts['waived']} waived")
+        if self.verdicts["inconclusive"]:
+            parts.append(f"{self.verdicts['inconclusive']} inconclusive")
+        parts.append(f"{duration(left)} left" if n < self.total else f"{duration(spent)} in all")
+        return ", ".join(parts)
+
+    def show(self) -> None:
+        self.shown = time.monotonic()
+        text = self.line()
+        if not self.live:
+            self.reporter.write_line(text)
+            return
+        width = self.reporter._tw.fullwidth - 1
+        on = " | ".join(f.read_text()[:60] for f in sorted(self.run_dir.glob("now-*")) if f.exists())
+        self.reporter.rewrite(f"{text}  {on}"[:width].ljust(width), erase=True)
+
+
+def duration(s: float) -> str:
+    """`7 s`, `3 min 20 s`, `1 h 5 min`."""
+    if s < 60:
+        return f"{s:.0f} s"
+    m = int(s // 60)
+    return f"{m} min {int(s % 60)} s" if m < 60 else f"{m // 60} h {m % 60} min"

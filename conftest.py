@@ -1,0 +1,3 @@
+"""Loads the suite's plug-in, nothing else."""
+
+pytest_plugins = ["conformance.plugin"]

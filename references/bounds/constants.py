@@ -1,0 +1,91 @@
+"""The numbers that the bounds are made of, one row each, with where it comes from.
+
+Sources named by a word: *IEEE* IEEE 754-2019; *OCP* Open Compute Project FP8 and MX v1.0; *Higham* Accuracy and
+Stability of Numerical Algorithms, 2002, chapters 3 and 4; *OpenCL* OpenCL C 3.0, relative error as ULPs, table of
+single-precision built-ins (full and relaxed profile); *Khattak* Khattak and Mikaitis, Accurate Models of NVIDIA
+Tensor Cores, 2025; *measured* models of these units and a CPU matrix unit, run by this project.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from references.formats.spec import FLOATS
+
+UNIT_ROUNDOFF: dict[str, float] = {name: spec.u for name, spec in FLOATS.items()} | {
+    "tf32": 2.0**-11,  # 11 significand bits, rounded to nearest (IEEE's fp16 width)
+    "tf32_trunc": 2.0**-10,  # the same, truncated
+    "hf32": 2.0**-11,  # error threshold of the Ascend accuracy rules
+}
+"""u of one rounding to nearest: IEEE and OCP widths, 2**-p."""
+
+U32 = UNIT_ROUNDOFF["fp32"]
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """error <= factor * gamma(n, u) * sum|products|, plus `underflow` for each product."""
+
+    u: float
+    factor: float
+    underflow: float
+    source: str
+
+
+_FP32 = Accumulator(U32, 1.0, 2.0**-149, "Higham (4.4): any order; measured <= 0.15 with IEEE additions")
+_TRUNCATING = Accumulator(
+    U32, 1.0, 2.0**-149,
+    "Khattak: 0.7 at worst with two extra alignment bits; measured <= 0.11 with two, 0.17 with one, 0.31 with none",
+)
+ACCUMULATORS: dict[str, Accumulator] = {
+    "fp32": _TRUNCATING,
+    "tc_rz_fp32": _TRUNCATING,
+    "ieee_rn_fp32": _FP32,
+    "fp8_tc14_promoted": _FP32,  # of the promoted sums; the units inside a chunk are `gemm.tensor_core_14_bit`
+    "fp64": Accumulator(UNIT_ROUNDOFF["fp64"], 1.0, 0.0, "IEEE, Higham (4.4)"),
+    "int32": Accumulator(0.0, 0.0, 0.0, "exact"),
+}
+"""What a sum of products is kept in; `fp32` stands for every accumulator that is at least a truncating fp32."""
+
+FLUSH_FP32 = 2.0**-126
+"""What a declared flush of fp32 subnormals may take from each term (IEEE: smallest normal)."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Relative error of a fp32 function: (ulps + ulps_per_x * |x|) * 2u."""
+
+    ulps: float
+    ulps_per_x: float
+    source: str
+
+
+FUNCTIONS: dict[str, Accuracy] = {
+    "exp": Accuracy(3, 2, "OpenCL relaxed: 3 + floor(|2x|); covers exp2 of a rounded product with log2(e)"),
+    "log": Accuracy(4, 0, "OpenCL full: 3; one more for a base-2 logarithm times ln 2"),
+    "rsqrt": Accuracy(4, 0, "OpenCL full: 2; twice that for a square root and a division"),
+    "divide": Accuracy(2.5, 0, "OpenCL full: 2.5; covers a multiplication by the reciprocal"),
+    "sqrt": Accuracy(3, 0, "OpenCL full without correct rounding: 3"),
+    "tanh": Accuracy(5, 0, "OpenCL full: 5"),
+}
+
+@dataclass(frozen=True)
+class ProbabilityFormat:
+    """Format of the unnormalised softmax weights P <= 1 that enter the second matrix product."""
+
+    u: float
+    absolute: float
+    """error of a P too small to keep its significand; fp32 and bf16 include a flush of subnormals by exp"""
+    source: str
+
+
+PROBABILITIES: dict[str, ProbabilityFormat] = {
+    "fp32": ProbabilityFormat(0.0, FLUSH_FP32, "IEEE"),
+    "bf16": ProbabilityFormat(UNIT_ROUNDOFF["bf16"], FLUSH_FP32, "IEEE, bfloat16"),
+    "fp16": ProbabilityFormat(UNIT_ROUNDOFF["fp16"], 2.0**-25, "IEEE: half of 2**-24"),
+    "e4m3": ProbabilityFormat(UNIT_ROUNDOFF["e4m3"], 2.0**-10, "OCP: half of 2**-9"),
+}
+
+SPREAD_SCORES, SPREAD_WEIGHTS = 3.0, 6.0
+"""Standard deviations allowed where data are random: of partial sums (failure 2 exp(-18) an element, Brownian
+bridge) and of weighted rounding errors (Hoeffding)."""
