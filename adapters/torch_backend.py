@@ -78,6 +78,16 @@ class TorchBackend(Backend):
             self._loaded[module] = importlib.import_module(self.adapters[module]).Adapter(self)
         return self._loaded[module]
 
+    def get_settings(self, module: str) -> dict[str, Any]:
+        return dict(self.adapter(module).settings)
+
+    def set_settings(self, module: str, settings: Mapping[str, Any]) -> None:
+        known = self.adapter(module).settings
+        if set(settings) - set(known):
+            msg = f"{module} has no setting {', '.join(set(settings) - set(known))}; known: {', '.join(known) or 'none'}"
+            raise ValueError(msg)
+        known.update(settings)
+
     def synchronize(self) -> None:
         if self.device_type != "cpu":
             getattr(torch, self.device_type).synchronize()

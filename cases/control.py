@@ -23,6 +23,8 @@ def lengths(limit: str, around: str) -> Callable[[Draw], np.ndarray]:
 
 
 def offsets(d: Draw) -> np.ndarray:
-    """int32 offsets over their whole range, so that sums leave it now and then."""
+    """int32 offsets: 0, both ends of the range, where sums leave it, and anything between."""
+    points = np.array([0, 2**31 - 1, 2**31 - 2, -(2**31), 2**30, -1])
+    pick = d.integers(0, len(points) + 1, salt=31)
     wide = d.integers(-(2**31), 2**31 - 1)
-    return np.where(d.integers(0, 3, salt=31) == 0, 0, wide).astype(np.int32)
+    return np.where(pick < len(points), points[np.minimum(pick, len(points) - 1)], wide).astype(np.int32)

@@ -24,23 +24,27 @@ class UsageError(Exception):
 
 
 @cache
-def ops_by_file() -> dict[str, tuple[Op, ...]]:
+def files_of(module: str) -> dict[str, tuple[Op, ...]]:
     """`module/file.py` -> the ops it declares."""
-    out = {}
-    for module in MODULES:
-        folder = ROOT / "cases" / module
-        if not (folder / "__init__.py").exists():
-            continue
-        for info in sorted(pkgutil.iter_modules([str(folder)]), key=lambda i: i.name):
-            ops = getattr(importlib.import_module(f"cases.{module}.{info.name}"), "OPS", None)
-            if ops:
-                out[f"{module}/{info.name}.py"] = tuple(ops)
+    out: dict[str, tuple[Op, ...]] = {}
+    folder = ROOT / "cases" / module
+    if not (folder / "__init__.py").exists():
+        return out
+    for info in sorted(pkgutil.iter_modules([str(folder)]), key=lambda i: i.name):
+        declared = getattr(importlib.import_module(f"cases.{module}.{info.name}"), "OPS", None)
+        if declared:
+            out[f"{module}/{info.name}.py"] = tuple(declared)
     return out
 
 
-def ops() -> Iterator[Op]:
-    """Every declared op."""
-    for group in ops_by_file().values():
+def ops_by_file(modules: Iterable[str] = ()) -> dict[str, tuple[Op, ...]]:
+    """The same for several modules, by default all."""
+    return {name: group for m in modules or MODULES for name, group in files_of(m).items()}
+
+
+def ops(modules: Iterable[str] = ()) -> Iterator[Op]:
+    """Every declared op, of these modules or of all."""
+    for group in ops_by_file(modules).values():
         yield from group
 
 
@@ -56,10 +60,10 @@ def full_cases(op: Op) -> tuple[Case, ...]:
     return cases
 
 
-def all_cases() -> Iterator[Case]:
-    """Every case. Raises ValueError on a duplicate id."""
+def all_cases(modules: Iterable[str] = ()) -> Iterator[Case]:
+    """Every case, of these modules or of all. Raises ValueError on a duplicate id."""
     seen: set[str] = set()
-    for op in ops():
+    for op in ops(modules):
         for case in full_cases(op):
             if case.id in seen:
                 msg = f"duplicate case id {case.id}"
@@ -76,14 +80,14 @@ def core_rows() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(CORE.read_text())["cases"])
 
 
-def cases_at(level: str) -> Iterator[Case]:
-    """The cases of a level."""
+def cases_at(level: str, modules: Iterable[str] = ()) -> Iterator[Case]:
+    """The cases of a level, of these modules or of all."""
     if level != "core":
-        for case in all_cases():
+        for case in all_cases(modules):
             yield Case(case.op, case.variant, case.check, default_sizes(case))
         return
-    by_name = {op.name: op for op in ops()}
-    known = {case.id for case in all_cases()}
+    by_name = {op.name: op for op in ops(modules)}
+    known = {case.id for case in all_cases(modules)}
     for row in core_rows():
         if row["op"] not in by_name:
             continue

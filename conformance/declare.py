@@ -54,12 +54,12 @@ def choices(*points: int) -> _Size:
     return _Size(tuple(points), min(points), max(points), 0)
 
 
-def When(**keys: str | tuple[str, ...]) -> _When:  # noqa: N802 - reads as a noun in declarations
+def When(**keys: str | tuple[str, ...]) -> _When:
     """Holds where each key has (one of) the value(s)."""
     return _When({k: (v,) if isinstance(v, str) else tuple(v) for k, v in keys.items()})
 
 
-def Size(name: str) -> SizeOf:  # noqa: N802
+def Size(name: str) -> SizeOf:
     """An argument that is the value of a size."""
     return SizeOf(name)
 
@@ -74,7 +74,7 @@ def misuse(doc: str, /, *, kind: str = "universal", variant: Mapping[str, str] |
     return Misuse(name, doc, overrides, kind, variant or {}, raises)
 
 
-def Op(  # noqa: N802
+def Op(
     name: str,
     *,
     doc: str,

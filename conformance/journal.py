@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from conformance.results import BadLine, Record, read_lines
+from conformance.results import BadLine, Record, read_lines, read_run
 
 
 class RunDirError(Exception):
@@ -47,14 +47,8 @@ class Journal:
         self.done = self._read() if resume else {}
 
     def _read(self) -> dict[str, Record]:
-        """Every good record; an error of ours is tried again."""
-        found: dict[str, Record] = {}
-        for file in sorted(self.path.glob("results*.jsonl")):
-            for raw in read_lines(file, self.bad):
-                with contextlib.suppress(TypeError, KeyError):
-                    record = Record.from_json(raw)
-                    found[record.id] = record
-        return {k: r for k, r in found.items() if r.status not in ("error", "not_run")}
+        """What need not run again: every good record but errors of ours and what did not run."""
+        return {k: r for k, r in self.records().items() if r.status not in ("error", "not_run")}
 
     def write_info(self, info: dict[str, Any]) -> None:
         """Write run.json whole, never half."""
@@ -63,14 +57,17 @@ class Journal:
         tmp.replace(self.path / "run.json")
 
     def records(self) -> dict[str, Record]:
-        """What stands in the directory now, the last line of an id winning."""
-        found: dict[str, Record] = {}
-        for file in sorted(self.path.glob("results*.jsonl"), key=lambda f: f.stat().st_mtime):
-            for raw in read_lines(file, self.bad):
-                with contextlib.suppress(TypeError, KeyError):
-                    record = Record.from_json(raw)
-                    found[record.id] = record
-        return found
+        """What stands in the directory now; `bad` names the lines that can't be used."""
+        try:
+            run = read_run(self.path)
+        except FileNotFoundError:
+            return {}
+        self.bad = run.bad
+        return run.records
+
+    def append_problem(self, row: dict[str, Any]) -> None:
+        with (self.path / "problems-merge.jsonl").open("a") as f:
+            f.write(json.dumps(row) + "\n")
 
     def close(self, records: Iterable[Record], info: dict[str, Any]) -> None:
         """Merge the workers' files and seal the run with a manifest."""

@@ -172,13 +172,14 @@ class In:
 
     format: of `protocol.FORMATS`, or a function of the variant. shape: size names and
     integers separated by blanks, or a function of the problem (of problem and rank in a
-    group). major: name of the axis whose elements lie side by side (default the last).
-    row_align: bytes that the row stride must be a multiple of. forms: of `padded`
+    group). major: name of the axis whose elements lie side by side, or its number (default the last).
+    row_align: bytes that the row stride must be a multiple of (or a function of the variant). forms: of `padded`
     (longer row stride) and `offset` (first row not the buffer's first), what the
     contract allows. data: makes the codes, for control arrays; families make all others.
     shapes: its contents decide the shape of a result, so a decoy keeps them.
-    role: in | inout | accumulate | scratch | undefined_after. alias: argument whose
-    storage it shares. part of a tuple argument: see Tup.
+    role: in | inout | accumulate | scratch | undefined_after; what stands in an inout or
+    accumulate array afterwards is a result. alias: argument whose storage it shares.
+    part of a tuple argument: see Tup.
     """
 
     name: str
@@ -194,12 +195,18 @@ class In:
     alias_when: VariantFn = ALWAYS
     forms: tuple[str, ...] = ()
 
+    @property
+    def written(self) -> bool:
+        return self.role in ("inout", "accumulate")
+
 
 @dataclass(frozen=True)
 class Out:
     """An array argument the caller allocates and the callee fills.
 
     accumulates: where true, what stands in it before is an input, named like it.
+    kept: (problem, inputs) -> bool array of the output's shape, True for elements that the call must leave as
+    they were although they lie inside the array.
     """
 
     name: str
@@ -211,6 +218,7 @@ class Out:
     accumulates: VariantFn | None = None
     data: Callable[..., Any] | None = None
     forms: tuple[str, ...] = ()
+    kept: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -265,9 +273,10 @@ class Tup:
 class Returned:
     """One leaf of what the public function returns; `None` is expected where `when` fails.
 
-    same_as: the argument that must be this very object where it was given.
+    same_as: the argument that must be this very object where it was given; may depend on the variant.
     kind: array | int | float | bool | token. Two leaves with the same `inside` stand in one tuple.
-    row_align: least row stride in bytes is the row's size rounded up to this.
+    row_align: bytes that the row stride must be a multiple of; without it strides are free.
+    major: number of the axis, of the last two, whose elements lie side by side (default the last).
     """
 
     name: str
@@ -275,9 +284,10 @@ class Returned:
     shape: Any = None
     row_align: Any = None
     when: VariantFn = ALWAYS
-    same_as: str | None = None
+    same_as: Any = None
     kind: str = "array"
     inside: str | None = None
+    major: Any = None
 
 
 @dataclass(frozen=True)
@@ -345,6 +355,8 @@ class Op:
     families: tuple[str, ...]
     oracle: Callable[..., Any]
     ranks: int = 1
+    arrange: Callable[..., None] | None = None
+    """(problem, codes by key): the last word on arrays that depend on each other, changed in place"""
     derived: Callable[..., Mapping[str, Any]] | None = None
     """(problem, input arrays) -> sizes of results that depend on data"""
     promises: tuple[Relation, ...] = ()
@@ -355,6 +367,8 @@ class Op:
     """the same call gives the same bits; where not, it gives another right answer"""
     sample: Mapping[str, Any] = field(default_factory=dict)
     """sizes of a small ordinary problem, for misuse and examples"""
+    settings: tuple[Value, ...] = ()
+    """process-wide settings of the module under which the call is made; a problem's `values` name them"""
 
     @property
     def module(self) -> str:

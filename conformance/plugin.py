@@ -182,7 +182,7 @@ class Run:
         """The cases that the options name, done or not."""
         k, n = self.shard
         out = []
-        for case in cases_at(self.level) if not self.queries else cases_at(self.level_for_queries()):
+        for case in cases_at(self.level, self.modules):
             if self.modules and case.op.module not in self.modules:
                 continue
             if self.checks and case.check not in self.checks:
@@ -191,10 +191,6 @@ class Run:
                 continue
             out.append(case)
         return out[k - 1 :: n]
-
-    def level_for_queries(self) -> str:
-        """A case that is named runs even where the level leaves it out."""
-        return self.level
 
     def selected(self) -> list[Case]:
         if self._selected is None:
@@ -251,7 +247,10 @@ class Worker(Run):
         record.worker, record.device = self.name, config.bench.launcher.device
         expectation = waivers.apply(record, self.waivers, datetime.date.today())
         record.expectation = expectation.value
-        record.verdict = verdict_of(record.status, record.expectation, required=case.op.name in self.handed["claimed"]).value
+        if expectation.value != "none":
+            record.waiver = waivers.described(record.id, self.waivers)
+        required = case.op.name in self.handed["claimed"]
+        record.verdict = verdict_of(record.status, record.expectation, required=required).value
         try:
             self._log.result(record)
         except RunDirError as e:
@@ -312,7 +311,8 @@ class Controller(Worker):
     def pytest_report_header(self) -> str:
         where = f", run directory {self.journal.path}" if self.journal else ""
         more = f", {len(self.done)} done before" if self.done else ""
-        return f"conformance: backend {self.backend}, level {self.level}, seed {self.config.getoption('--seed')}{more}{where}"
+        seed = self.config.getoption("--seed")
+        return f"conformance: backend {self.backend}, level {self.level}, seed {seed}{more}{where}"
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
@@ -415,13 +415,14 @@ def run_info(run: Controller, description: Any, planned: list[str]) -> dict[str,
     from importlib.metadata import PackageNotFoundError, version
 
     packages = {}
+    claimed = run.handed["claimed"]
     for name in ("conformance", "pytest", "hypothesis", "numpy", "torch", "tilelang", "pytest-xdist"):
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
     return {
         "schema_version": SCHEMA_VERSION, "suite_version": packages.get("conformance", "unknown"), "commit": _commit(),
         "command": sys.argv, "seed": run.config.getoption("--seed"), "level": run.level,
-        "claim": {"name": run.config.getoption("--claim"), "ops": run.handed["claimed"]} if run.handed["claimed"] else None,
+        "claim": {"name": run.config.getoption("--claim"), "ops": claimed} if claimed else None,
         "backend": run.backend, "backend_options": run.options, "device": run.device(),
         "description": description_to_json(description), "versions": {**packages, **description.versions},
         "host": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version(),

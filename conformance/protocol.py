@@ -54,6 +54,10 @@ FORMATS: dict[str, Format] = {
 `e8m0x4` four exponent bytes in an int32, lowest byte first."""
 
 
+STORAGE_BYTES: dict[str, int] = {f.storage: f.itemsize_bytes for f in FORMATS.values()}
+"""bytes of one element by storage dtype"""
+
+
 class Unrepresentable(Exception):
     """A runtime can't express this tensor (a stride, a dtype); the engine reports `unsupported`."""
 
@@ -77,7 +81,7 @@ class TensorSpec:
 
     @property
     def itemsize_bytes(self) -> int:
-        return FORMATS[self.format].itemsize_bytes
+        return STORAGE_BYTES[self.dtype]
 
     def span_bytes(self) -> int:
         """Bytes from the first to behind the last element; 0 where there is none."""

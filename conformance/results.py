@@ -99,6 +99,8 @@ class Record:
     numerics: dict[str, Any] = field(default_factory=dict)
     vacuity: float | None = None
     perf: dict[str, Any] | None = None
+    waiver: dict[str, Any] | None = None
+    """reason, issue and expiry of the waiver that was applied"""
     lineage: list[str] = field(default_factory=list)
     domain: dict[str, Any] = field(default_factory=dict)
     """smallest and largest of each size that ran, families, and the backend's limits"""
@@ -157,20 +159,8 @@ class BadLine:
 
 def read_lines(path: Path, bad: list[BadLine]) -> Iterator[dict[str, Any]]:
     """Every good JSON object of a .jsonl file; what can't be read is added to `bad` by line."""
-    with path.open("rb") as f:
-        for n, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                raw = json.loads(line)
-                if not isinstance(raw, dict):
-                    msg = f"a {type(raw).__name__} instead of an object"
-                    raise ValueError(msg)
-            except ValueError as e:
-                why = "cut off: no end of line" if not line.endswith(b"\n") else str(e)
-                bad.append(BadLine(path.name, n, why))
-                continue
-            yield raw
+    for _, raw in numbered_lines(path, bad):
+        yield raw
 
 
 @dataclass

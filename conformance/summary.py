@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from conformance.progress import duration
 from conformance.results import BadLine, Record
+from conformance.waivers import unmatched
 from reports.matrix import write_all
 
 SHOWN_FAILURES = 12
@@ -39,18 +41,11 @@ def write_summary(reporter: Any, run_dir: Path, records: Mapping[str, Record], b
     unsure = [r for r in records.values() if r.verdict == "inconclusive"]
     for r in unsure[:SHOWN_FAILURES // 2]:
         line(f"{r.status:8} {r.id}: {r.message.splitlines()[0][:120] if r.message else ''}")
-    used = {r.id for r in records.values() if r.expectation == "waived"}
-    idle = [w.id for w in waivers if not any(_matches(w.id, i) for i in used)]
+    idle = [w.id for w in unmatched(tuple(waivers), records.values(), datetime.date.today())]
     if idle:
-        line(f"waivers that matched nothing: {', '.join(idle[:5])}")
+        line(f"waivers that named no case of this run: {', '.join(idle[:5])}")
     line(where_time_went(records.values()))
     line(text)
-
-
-def _matches(query: str, case_id: str) -> bool:
-    from conformance.identity import matches
-
-    return matches(query, case_id)
 
 
 def where_time_went(records: Iterable[Record]) -> str:

@@ -240,3 +240,11 @@ def usage(waivers: Sequence[Waiver], records: Iterable[Record], today: datetime.
 def unmatched(waivers: Sequence[Waiver], records: Iterable[Record], today: datetime.date) -> list[Waiver]:
     """The waivers that name no case of these records."""
     return [u.waiver for u in usage(waivers, records, today) if not u.matched]
+
+
+def described(case_id: str, waivers: Iterable[Waiver]) -> dict[str, str]:
+    """Reason, issue and expiry of the first waiver that names this case; empty where none does."""
+    for w in waivers:
+        if matches(w.id, case_id):
+            return {"id": w.id, "reason": w.reason, "issue": w.issue, "expiry": w.expiry.isoformat()}
+    return {}

@@ -43,7 +43,7 @@ WORDS = {
     State.CONFORMING: "conforming",
     State.NOT_YET: "not yet",
 }
-GLYPHS = dict(zip(State, "✗⊘?⚑○◐✓–", strict=True))
+GLYPHS = dict(zip(State, "✗⊘?⚑○◐✓·", strict=True))
 _ORDER = {state: n for n, state in enumerate(State)}
 
 

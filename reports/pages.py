@@ -287,7 +287,7 @@ def _cell_card(run: LoadedRun, cell: Cell, column: int) -> Html:
         "dtypes": ", ".join(domain.dtypes),
         "data": ", ".join(domain.families),
         "path": domain.path if cell.support and cell.support.supported else "",
-        "worst error": f"{error:.3g} × bound".replace("inf", "∞") if error is not None else "",
+        "worst error": f"{error:.3g} of the bound".replace("inf", "∞") if error is not None else "",
         "why": cell.why_missing if cell.state in (State.NOT_YET, State.MISSING) else "",
     }
     shown = ((tag("dt", k), tag("dd", v)) for k, v in facts.items() if v)

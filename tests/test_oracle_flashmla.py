@@ -452,7 +452,7 @@ def decode_inputs(rng, *, b=2, s_q=2, topk=64, extra=None, sink=False, lengths=N
         a["topk_length"] = np.asarray(lengths, np.int32)
     if extra:
         a["extra_k_cache"] = cache_bytes(rng, 3, 4, extra)
-        a["extra_indices_in_kvcache"] = rng.integers(-1, 12, (b, s_q, 20)).astype(np.int32)
+        a["extra_indices_in_kvcache"] = rng.integers(-1, 12, (b, s_q, 64)).astype(np.int32)
         if extra_lengths is not None:
             a["extra_topk_length"] = np.asarray(extra_lengths, np.int32)
     return {prefix + n: x for n, x in a.items()}

@@ -14,8 +14,9 @@ FAULTS = {
 }
 """Faults of the layer that checks arguments (`Knobs.fault`)."""
 
-DEFAULT_SETTINGS = {"mk_alignment_for_contiguous_layout": 128}
-"""Process-global settings of the module; rows between the starts of groups in the prefix-sum layout."""
+DEFAULT_SETTINGS = {"mk_alignment_for_contiguous_layout": 128, "deterministic_algorithms": False}
+"""Process-global settings of the module: rows between the starts of groups in the prefix-sum layout; whether results
+may depend on nothing but a row's own operands, as they always do here."""
 
 _PACKED_GROUPS = 4
 _GRAN_K = (32, 128)
@@ -92,6 +93,8 @@ class Adapter:
                 self._row_scales(sfa, m, k, gran_m, gran_a), self._row_scales(sfb, n, k, gran_n, gran_b), gran_a, gran_b
             )
         gemm.gemm_nt(a, b, d, self._knobs, c, 1.0 if alpha is None else float(alpha), scales)
+
+    fp8_fp4_gemm_nt = fp4_gemm_nt = fp8_gemm_nt
 
     def m_grouped_bf16_gemm_nt_contiguous(
         self,

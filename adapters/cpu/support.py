@@ -16,4 +16,12 @@ PROFILE: Mapping[str, Any] = {}
 OPS: Mapping[str, Support] = {
     "deepselect.topk": supported(),
     "deepselect.get_stride_requirement": supported(),
+    "deepgemm.bf16_gemm_nt": supported(),
+    "deepgemm.fp8_gemm_nt": supported(),
+    "deepgemm.m_grouped_bf16_gemm_nt_contiguous": supported(),
+    "deepgemm.per_token_cast_to_fp8": supported(),
+    "tilekernels.moe.topk_gate": supported(),
+    "tilekernels.quant.norm_forward": supported(),
+    "tilekernels.quant.per_token_cast": supported(),
+    "tilekernels.transform.apply_rotary": supported(),
 }

@@ -79,7 +79,8 @@ OPS: dict[str, Support] = {
         compile_key=("dtype",),
     ),
     "tilelang.arithmetic": supported(limits=({"field": "dtype", "in": _FLOATS + _INTS},), compile_key=("dtype",)),
-    "tilelang.clamp": supported(limits=({"field": "dtype", "in": _FLOATS},), compile_key=("dtype",)),
+    # The bounds are float32 numbers at run time, so fp64 would not see its own.
+    "tilelang.clamp": supported(limits=({"field": "dtype", "in": ("fp32", "fp16")},), compile_key=("dtype",)),
     "tilelang.cast": supported(
         limits=({"field": "dtype", "in": _FLOATS + _INTS}, {"field": "out", "in": _FLOATS + _INTS}),
         compile_key=("dtype", "out"),
@@ -239,7 +240,10 @@ class Adapter:
         kernel(a, b, out, known.index(function))
 
     def clamp(self, x: Any, out: Any, *, low: float, high: float, tile: int = 128) -> None:
-        """out[i] = T.clamp(x[i], low, high): NaN stays NaN, high where low > high. x, out [n]."""
+        """out[i] = T.clamp(x[i], low, high): NaN stays NaN, high where low > high.
+
+        x, out [n], float32 or float16; the bounds are rounded to float32, then to x's dtype.
+        """
         self._kernel("elementwise", "clamp", {"dtype": _dtype(x), "tile": tile})(x, out, float(low), float(high))
 
     def cast(self, x: Any, out: Any, *, tile: int = 128) -> None:

@@ -57,8 +57,11 @@ def arrays_of(op: Op) -> Iterator[In | Out]:
 
 
 def values_of(op: Op, variant: Variant) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every drawn argument with its choices; `step/name` where steps draw apart."""
+    """Every drawn argument and setting with its choices; `step/name` where steps draw apart."""
     seen = set()
+    for s in op.settings:
+        if isinstance(s.value, Drawn) and s.when(variant):
+            yield s.name, s.value.choices
     for step in op.steps:
         for a in step.args:
             if isinstance(getattr(a, "value", None), Drawn) and a.when(variant):
@@ -170,6 +173,9 @@ def chunk(case: Case, seed: int, index: int) -> list[Problem]:
         raws.append(raw)
 
     record()
+    # Hypothesis begins with its simplest examples: in its order a case that runs few problems would see no others.
+    order = sorted(range(len(raws)), key=lambda i: seed_of(seed, case.id, index, "order", i))
+    raws = [raws[i] for i in order]
     return [finish(case, raw, seed_of(seed, case.id, index, i)) for i, raw in enumerate(raws)]
 
 
@@ -185,8 +191,8 @@ def explicit(case: Case, seed: int) -> list[Problem]:
     out = []
     for i, assignment in enumerate(case.explicit):
         s = seed_of(seed, case.id, "explicit", i)
-        values = {name: c[(i + j) % len(c)] for j, (name, c) in enumerate(choices)}
-        family = case.op.families[i % len(case.op.families)]
+        values = {name: c[seed_of(s, name) % len(c)] for name, c in choices}
+        family = case.op.families[seed_of(s, "family") % len(case.op.families)]
         sizes = {**case.op.sample, **assignment}
         out.append(Problem(case.op.name, case.variant, sizes, values, family, s, _form(case, i)))
     return out

@@ -67,6 +67,8 @@ def build(op: Op, problem: Problem, requirements: Mapping[str, int], *, judged: 
         for step in op.steps:
             if step.when(problem.variant):
                 _make_arrays(op, problem, step, rank, judged, made, formats)
+    if op.arrange:
+        op.arrange(problem, made)
     if codes:
         made.update(codes)
     for name, value in (overrides or {}).items():
@@ -149,8 +151,14 @@ def place(example: Example, arenas: list[Arena], cursors: list[int]) -> list[dic
         steps = [{"op": s.call.op, "args": {n: arg_to_json(a) for n, a in s.call.args.items()},
                   "returns": list(s.call.returns), "outs": list(s.outs)} for s in plan.steps]
         requests.append({"cmd": "run", "buffers": rows, "steps": steps, "poison": POOL_POISON[example.judged],
-                         "arena_bytes": at})
+                         "arena_bytes": at, "settings": settings_of(example.op, example.problem)})
     return requests
+
+
+def settings_of(op: Op, problem: Problem) -> dict[str, dict[str, Any]]:
+    """The process-wide settings that the problem is about, by module."""
+    named = {s.name: problem.values.get(s.name, s.value) for s in op.settings if s.when(problem.variant)}
+    return {op.module: named} if named else {}
 
 
 def _fill(example: Example, plan: RankPlan, images: list[np.ndarray]) -> None:

@@ -80,8 +80,10 @@ def powers(d: Draw) -> np.ndarray:
 
 
 def zeros(d: Draw) -> np.ndarray:
-    """Zeros of both signs, and a few ordinary values."""
+    """Zeros of both signs with a few ordinary values, or negative zeros among negative numbers."""
     kind = d.integers(0, 7, salt=7)
+    if d.seed % 3 == 0:
+        return np.where(kind % 2 == 0, -np.abs(d.normal()), -0.0)
     return np.where(kind == 0, d.normal(), np.where(kind % 2 == 1, 0.0, -0.0))
 
 
@@ -135,6 +137,11 @@ def subnormal(d: Draw) -> np.ndarray:
     return d.integers(-6, 6) * step
 
 
+def subnormal_products(d: Draw) -> np.ndarray:
+    """Subnormal numbers times powers of two: what is flushed shows, where products of subnormals would vanish."""
+    return powers(d) if d.position == 1 else subnormal(d)
+
+
 def near_overflow(d: Draw) -> np.ndarray:
     """The largest finite number and what is just below."""
     top = codec.max_finite(d.format)
@@ -150,24 +157,23 @@ def infinities(d: Draw) -> np.ndarray:
 def nans(d: Draw) -> np.ndarray:
     """Ordinary values; in the first and about half of the other rows one NaN, of either sign, quiet or signalling."""
     codes = encode(d.normal(), d.format)
-    if not d.shape or not d.shape[-1] or not _is_float(d.format):
+    if not d.shape or not d.shape[-1] or d.format not in _NANS:
         return codes
     rows = codec.bits(codes).reshape(-1, d.shape[-1])
     w = d.words(19, len(rows))
-    patterns = _nan_codes(d.format)
+    patterns = np.array(_NANS[d.format], rows.dtype)
     hit = np.flatnonzero((w & np.uint64(1)).astype(bool) | (np.arange(len(rows)) == 0))
     at = ((w >> np.uint64(1)) % np.uint64(d.shape[-1])).astype(np.int64)
     rows[hit, at[hit]] = patterns[((w >> np.uint64(40)) % np.uint64(len(patterns))).astype(np.int64)[hit]]
     return rows.reshape(d.shape).view(FORMATS[d.format].codes)
 
 
-def _nan_codes(fmt: str) -> np.ndarray:
-    table = {
-        "fp32": (0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF), "fp16": (0x7E00, 0xFE00, 0x7C01, 0xFFFF),
-        "bf16": (0x7FC0, 0xFFC0, 0x7F81, 0xFFFF), "e4m3": (0x7F, 0xFF), "e5m2": (0x7E, 0xFE, 0x7D, 0xFF),
-        "fp64": (0x7FF8000000000000, 0xFFF8000000000000),
-    }
-    return np.array(table[fmt], codec.bits(np.zeros(1, FORMATS[fmt].codes)).dtype)
+_NANS: dict[str, tuple[int, ...]] = {
+    "fp32": (0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF), "fp16": (0x7E00, 0xFE00, 0x7C01, 0xFFFF),
+    "bf16": (0x7FC0, 0xFFC0, 0x7F81, 0xFFFF), "e4m3": (0x7F, 0xFF), "e5m2": (0x7E, 0xFE, 0x7D, 0xFF),
+    "fp64": (0x7FF8000000000000, 0xFFF8000000000000),
+}
+"""NaN codes of the formats that have them"""
 
 
 def all_bits(d: Draw) -> np.ndarray:
@@ -183,7 +189,7 @@ FAMILIES: dict[str, Family] = {
     f.__name__: f
     for f in (
         normal, integers, positive, ill_scaled, cancellation, one_hot, powers, zeros, constant, two_valued, few_valued,
-        ascending, descending, sawtooth, tail_max, subnormal, near_overflow, infinities, nans, all_bits,
+        ascending, descending, sawtooth, tail_max, subnormal, subnormal_products, near_overflow, infinities, nans, all_bits,
     )
 }
 

@@ -85,14 +85,9 @@ def _tensors(backend: Backend, value: Any) -> list[Any]:
 
 def _place(backend: Backend, tensor: Any) -> tuple[Any, int, int, int]:
     spec, buf, offset, nbytes = backend.inspect(tensor)
-    item = _itemsize(spec.dtype)
+    item = spec.itemsize_bytes
     last = sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))
     return buf, offset, (last + 1) * item, nbytes
-
-
-def _itemsize(dtype: str) -> int:
-    digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
-    return max(int(digits or 8) // 8, 1)
 
 
 def _bytes(backend: Backend, tensor: Any) -> bytes:
@@ -104,7 +99,7 @@ def _bytes(backend: Backend, tensor: Any) -> bytes:
 
 def _write(backend: Backend, tensor: Any, data: bytes, shift: int = 0) -> None:
     buf, offset, _, nbytes = _place(backend, tensor)
-    if 0 <= offset + shift and offset + shift + len(data) <= nbytes:
+    if offset + shift >= 0 and offset + shift + len(data) <= nbytes:
         backend.write(buf, offset + shift, memoryview(bytearray(data)))
 
 
@@ -142,7 +137,7 @@ def _ahead(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]
 
 
 def _unwritten(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
-    item = _itemsize(self.backend.inspect(outs[0])[0].dtype)
+    item = self.backend.inspect(outs[0])[0].itemsize_bytes
     span = _place(self.backend, outs[0])[2]
     tail = before[0][1][-item:] if before else b"\xa5" * item
     _write(self.backend, outs[0], tail, span - item)
@@ -180,7 +175,7 @@ def _late(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any])
 
 
 def _flip(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
-    item = _itemsize(self.backend.inspect(outs[-1])[0].dtype)
+    item = self.backend.inspect(outs[-1])[0].itemsize_bytes
     data = bytearray(_bytes(self.backend, outs[-1])[:item])
     data[-1] ^= 0x70
     _write(self.backend, outs[-1], bytes(data))
@@ -194,7 +189,7 @@ def _first(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]
 def _zeros(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
     for t in outs:
         spec, buf, offset, _ = self.backend.inspect(t)
-        item = _itemsize(spec.dtype)
+        item = spec.itemsize_bytes
         rows = [0]
         for n, s in zip(spec.shape, spec.strides, strict=True):
             rows = [r + i * s for r in rows for i in range(n)]

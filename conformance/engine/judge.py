@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.engine.example import POOL_POISON, Example, fetched, out_codes, pattern
+from conformance.engine.example import POOL_POISON, Example, fetched, out_codes, pattern, settings_of
 from conformance.engine.executor import Outcome
 from conformance.engine.layout import ArrayPlan, Expectation, np_view
 from conformance.model import Out
@@ -104,12 +104,13 @@ def observe(example: Example, outcome: Outcome) -> Seen:
             for expect, leaf in zip(step_plan.expects, step["leaves"], strict=False):
                 try:
                     _read_leaf(example, rank, expect, leaf, seen)
-                except Exception as e:  # noqa: BLE001 - what a callee returned made us stumble: its fault
+                except Exception as e:
                     seen.fail("contract", f"{expect.key}: what was returned can't be read: {type(e).__name__}: {e}")
         for a in plan.arrays.values():
-            if isinstance(a.arg, Out):
+            if a.written:
                 seen.outputs[a.key], seen.formats[a.key] = out_codes(example, rank, a), a.format
         _check_buffers(example, rank, seen)
+        _check_settings(example, answer, seen)
         seen.pool_watched &= answer["pool_watched"]
         seen.late |= bool(answer.get("late"))
         if answer["held_changed"]:
@@ -183,11 +184,13 @@ def _read_tensor(example: Example, rank: int, expect: Expectation, leaf: Mapping
         seen.fail("shape", f"{expect.key} has shape {tuple(leaf['shape'])}; its contract says {shape}")
         return None
     strides, item = leaf["strides"], f.itemsize_bytes
-    if expect.least_row_bytes and len(shape) > 1 and 0 not in shape:
-        row = strides[-2] * item
-        if shape[-2] > 1 and (strides[-1] != 1 and shape[-1] > 1 or row % expect.leaf.row_align):
-            seen.fail("layout", f"{expect.key} has strides {strides}; its contract says rows of elements side by side "
-                      f"that start at multiples of {expect.leaf.row_align} bytes")
+    if expect.align_bytes and len(shape) > 1 and 0 not in shape:
+        fast = expect.major % len(shape)
+        slow = 2 * len(shape) - 3 - fast
+        apart = strides[fast] != 1 and shape[fast] > 1
+        if shape[slow] > 1 and (apart or strides[slow] * item % expect.align_bytes):
+            seen.fail("layout", f"{expect.key} has strides {strides}; its contract says elements along axis {fast} "
+                      f"side by side, in lines that start at multiples of {expect.align_bytes} bytes")
             return None
     arena = example.arenas[rank]
     if 0 in shape:
@@ -214,6 +217,28 @@ def _check_buffers(example: Example, rank: int, seen: Seen) -> None:
         changed = _outside(before, after, arrays)
         if changed is not None:
             _report_change(before, after, arrays, seen, inside="", first=changed)
+        for a in arrays:
+            _check_kept(example, rank, a, seen)
+
+
+def _check_settings(example: Example, answer: Mapping[str, Any], seen: Seen) -> None:
+    for module, named in settings_of(example.op, example.problem).items():
+        for key, value in named.items():
+            left = answer["settings"][module].get(key)
+            if left != value:
+                seen.fail("settings_leak", f"the call left the setting {key} of {module} as {left!r}; it was {value!r}")
+
+
+def _check_kept(example: Example, rank: int, a: ArrayPlan, seen: Seen) -> None:
+    """Elements inside an output that its contract leaves as they were."""
+    if not isinstance(a.arg, Out) or a.arg.kept is None or FORMATS[a.format].per_item > 1:
+        return
+    before, after = (codec.bits(np.ascontiguousarray(np_view(images[rank][a.buffer], a)))
+                     for images in (example.before, example.after))
+    hit = np.argwhere(a.arg.kept(example.problem, example.inputs) & (before != after))
+    if len(hit):
+        seen.fail("oob_write", f"the call wrote {a.key}{hit[0].tolist()}, which its contract leaves as it was; "
+                  f"{len(hit)} such elements in all", phase="execute", output=a.key)
 
 
 def _outside(before: np.ndarray, after: np.ndarray, arrays: list[ArrayPlan]) -> int | None:
@@ -314,6 +339,9 @@ def _note(example: Example, seen: Seen, name: str, j: Judgement) -> None:
 
 def _is_poison(example: Example, name: str, codes: np.ndarray, fmt: str) -> np.ndarray:
     got = codec.bits(codes)
+    if any(name == a.key and a.reads and a.written for plan in example.plans for a in plan.arrays.values()):
+        # In place: what nobody wrote is what stood there before.
+        return got == codec.bits(example.codes[name])
     declared = any(name == a.key and isinstance(a.arg, Out) for plan in example.plans for a in plan.arrays.values())
     same = any(e.key == name and e.same_as for plan in example.plans for s in plan.steps for e in s.expects)
     if declared or same:

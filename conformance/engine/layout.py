@@ -12,7 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from conformance.model import DType, Drawn, From, In, Op, Out, Problem, Requirement, Returned, SizeOf, Step, Token, Tup, Value
+from conformance.model import (
+    Drawn,
+    DType,
+    From,
+    In,
+    Op,
+    Out,
+    Problem,
+    Requirement,
+    Returned,
+    SizeOf,
+    Step,
+    Token,
+    Tup,
+    Value,
+)
 from conformance.protocol import (
     FORMATS,
     Arg,
@@ -49,6 +64,11 @@ class ArrayPlan:
         """Whether the callee may read what stands in it before the call."""
         return isinstance(self.arg, In)
 
+    @property
+    def written(self) -> bool:
+        """Whether what stands in it after the call is a result."""
+        return isinstance(self.arg, Out) or self.arg.written
+
 
 @dataclass
 class BufferPlan:
@@ -67,7 +87,9 @@ class Expectation:
     """array | none | int | float | bool | str | token | argument"""
     format: str = ""
     shape: tuple[int, ...] = ()
-    least_row_bytes: int = 0
+    align_bytes: int = 0
+    """bytes that the row stride is a multiple of; 0 where strides are free"""
+    major: int = -1
     same_as: str = ""
 
 
@@ -134,14 +156,16 @@ class Planner:
     def step(self, step: Step) -> None:
         args: dict[str, Arg] = {}
         outs = []
+        active = {a.name for a in step.args if a.when(self.problem.variant)}
         for a in step.args:
-            if a.name in self.overrides:
+            meant = a.name not in active or a.when(self.problem.variant)
+            if a.name in self.overrides and meant and not self.parts_overridden(a):
                 args[a.name] = self.override(step, a)
             elif a.when(self.problem.variant):
                 args[a.name] = self.argument(step, a)
-                if isinstance(a, Out):
+                if isinstance(a, Out) or (isinstance(a, In) and a.written):
                     outs.append(a.name)
-        declared = {a.name for a in step.args}
+        declared = {x.name for a in step.args for x in (a, *getattr(a, "parts", ()))}
         for name, value in self.overrides.items():
             if name not in declared and step is self.op.steps[-1]:
                 args[name] = self.extra(step, name, value)
@@ -154,14 +178,16 @@ class Planner:
         if isinstance(a, (In, Out)):
             return self.array(step, a)
         if isinstance(a, Tup):
-            return TupleArg(tuple(self.array(step, part) for part in a.parts))
+            return TupleArg(tuple(self.override(step, part) if part.name in self.overrides else self.array(step, part)
+                                  for part in a.parts))
         if isinstance(a, Token):
             return TokenArg(a.of)
         if isinstance(a.value, DType):
             fmt = resolve(a.value.format, self.problem) if not isinstance(a.value.format, str) else (
                 self.problem.variant.get(a.value.format, a.value.format))
             return DTypeArg(FORMATS[fmt].storage)
-        return ValueArg(self.plain(step, a))
+        value = self.plain(step, a)
+        return TupleArg(tuple(map(ValueArg, value))) if isinstance(value, tuple) else ValueArg(value)
 
     def plain(self, step: Step, a: Value) -> Any:
         v = a.value
@@ -181,9 +207,8 @@ class Planner:
         shape = shape_of(a.shape, p, self.rank, self.sizes) if shape is None else shape
         key = key_of(step, a.name, self.rank, self.op.ranks)
         form = p.layout.get(a.name, {})
-        align = a.row_align
-        align = self.requirements.get(align.key, align.default) if isinstance(align, Requirement) else align
-        spec, row_bytes = strided(fmt, shape, resolve(a.major, p), axis_names(a.shape), align or 0,
+        align = self.align_bytes(a.row_align)
+        spec, row_bytes = strided(fmt, shape, resolve(a.major, p), axis_names(a.shape), align,
                                   form.get("row_units", 1), row_bytes_extra)
         offset = GUARD_BYTES + form.get("rows_before", 0) * row_bytes
         alias = getattr(a, "alias", None)
@@ -191,6 +216,8 @@ class Planner:
             suffix = f"@{self.rank}" if self.op.ranks > 1 else ""
             other = self.plan.arrays[alias + suffix if "/" in alias else key_of(step, alias, self.rank, self.op.ranks)]
             buffer, offset = other.buffer, other.offset_bytes
+            if (fmt, shape) == (other.format, other.shape):
+                spec, row_bytes = other.spec, other.row_bytes
         else:
             buffer = len(self.plan.buffers)
             role = a.role if isinstance(a, In) else "out"
@@ -199,6 +226,15 @@ class Planner:
             self.plan.buffers.append(BufferPlan(offset + spec.span_bytes() + GUARD_BYTES, role))
         self.plan.arrays[key] = ArrayPlan(key, a, fmt, shape, spec, buffer, offset, row_bytes)
         return TensorArg(buffer, offset, spec)
+
+    def align_bytes(self, align: Any) -> int:
+        """A row alignment: a number, what the backend requires, or a function of the variant."""
+        align = resolve(align, self.problem)
+        return (self.requirements.get(align.key, align.default) if isinstance(align, Requirement) else align) or 0
+
+    def parts_overridden(self, a: Any) -> bool:
+        """Whether an override of this name is about one part of a tuple, not about the tuple."""
+        return isinstance(a, Tup) and isinstance(self.overrides[a.name], Mapping)
 
     def override(self, step: Step, a: Any) -> Arg:
         value = self.overrides[a.name]
@@ -235,12 +271,12 @@ class Planner:
             return Expectation(key, r, r.kind, r.format or "")
         fmt = resolve(r.format, self.problem)
         shape = shape_of(r.shape, self.problem, self.rank, self.sizes)
-        same = key_of(step, r.same_as, self.rank, self.op.ranks) if r.same_as else ""
+        name = resolve(r.same_as, self.problem)
+        same = key_of(step, name, self.rank, self.op.ranks) if name else ""
         if same and same in self.plan.arrays:
             return Expectation(key, r, "argument", fmt, shape, same_as=same)
-        item = FORMATS[fmt].itemsize_bytes
-        row = -(-shape[-1] * item // r.row_align) * r.row_align if r.row_align and shape else 0
-        return Expectation(key, r, "array", fmt, shape, row)
+        major = resolve(r.major, self.problem)
+        return Expectation(key, r, "array", fmt, shape, self.align_bytes(r.row_align), -1 if major is None else major)
 
 
 def structure_of(returns: tuple[Returned, ...], expects: tuple[Expectation, ...]) -> Any:
@@ -258,7 +294,7 @@ def structure_of(returns: tuple[Returned, ...], expects: tuple[Expectation, ...]
     return out[0] if len(out) == 1 and len(returns) == 1 and not returns[0].inside else out
 
 
-def strided(fmt: str, shape: tuple[int, ...], major: str | None, axes: list[str], align: int, units: int,
+def strided(fmt: str, shape: tuple[int, ...], major: str | int | None, axes: list[str], align: int, units: int,
             extra_bytes: int) -> tuple[TensorSpec, int]:
     """The storage view of an array of codes, and the bytes of its row stride.
 
@@ -270,8 +306,8 @@ def strided(fmt: str, shape: tuple[int, ...], major: str | None, axes: list[str]
     if stored and f.per_item > 1:
         stored[-1] = -(-stored[-1] // f.per_item)
     order = list(range(len(stored)))
-    if major is not None and major in axes:
-        fast = axes.index(major)
+    if isinstance(major, int) or (major in axes and len(axes) == len(stored)):
+        fast = major if isinstance(major, int) else axes.index(major)
         order = [i for i in order if i != fast] + [fast]
     strides = [0] * len(stored)
     step, row_bytes = 1, 0

@@ -56,6 +56,8 @@ class Config:
     log_problem: Callable[[dict[str, Any]], None] = lambda row: None
     fixed: dict[str, list[Problem]] | None = None
     """problems of a former run, by case id, instead of drawn ones"""
+    confirm: bool = True
+    """repeat a failure alone, make it small and keep it; without, its first finding is told"""
 
 
 def run_case(case: Case, config: Config) -> Record:
@@ -68,7 +70,7 @@ def run_case(case: Case, config: Config) -> Record:
         runner.go()
     except BackendBroken as e:
         record.status, record.phase, record.message = "error", "collect", str(e)
-    except Exception as e:  # noqa: BLE001 - the suite's own fault is a result too
+    except Exception as e:
         record.status, record.message = "error", f"the suite failed: {type(e).__name__}: {e}\n{traceback.format_exc()}"
     finally:
         runner.close()
@@ -177,6 +179,10 @@ class _CaseRun:
         """Confirm alone, shrink, keep, and tell."""
         first = attempt.problem
         worst = self.worst(attempt)
+        assert worst is not None
+        if not self.config.confirm:
+            self.tell(worst, worst.status, attempt, first, "")
+            return
         alone = self.attempt(first, fresh=True, settle=True)
         again = self.worst(alone)
         story = ""
@@ -241,6 +247,8 @@ class _CaseRun:
         for seen in attempt.seen[-1:]:
             record.numerics = seen.numerics or record.numerics
         record.numerics.pop("_", None)
+        if not config.confirm:
+            return
         with contextlib.suppress(OSError):
             record.artifacts = keep(config.run_dir, self.case.id, attempt, first=first.to_json(), seed=config.seed,
                                     backend=config.backend, options=config.options, message=text,

@@ -97,10 +97,11 @@ class Server:
             out = {"lost": str(e)}
         except Unrepresentable as e:
             out = {"unrepresentable": str(e)}
-        except BaseException as e:  # noqa: BLE001 - whatever a kernel raises is a result
+        except BaseException as e:
             out = {"exception": _described(e)}
         out["phase"], out["step"], out["run_s"] = self._phase, run.step, time.perf_counter() - started
         self.phase("teardown")
+        run.restore_settings()
         for b in buffers:
             self.backend.free(b)
         self.phase("idle")
@@ -113,6 +114,7 @@ class _Run:
         self.backend, self.arena = server.backend, server.arena
         self.tensors: dict[tuple[int, int, str], Any] = {}
         self.tokens: dict[str, Any] = {}
+        self.settings_before: dict[str, dict[str, Any]] = {}
         self.step = 0
 
     def go(self) -> dict[str, Any]:
@@ -123,6 +125,7 @@ class _Run:
             self.buffers.append(buf)
             self.backend.write(buf, 0, self.arena.view[b["at"] : b["at"] + b["nbytes"]])
         for module, settings in request.get("settings", {}).items():
+            self.settings_before[module] = self.backend.get_settings(module)
             self.backend.set_settings(module, settings)
         watched = self.backend.poison_pool(request["poison"])
         held, steps = [], []
@@ -149,6 +152,11 @@ class _Run:
         server.held = held if request.get("hold") else []
         out["arena_bytes"] = self.arena.nbytes
         return out
+
+    def restore_settings(self) -> None:
+        for module, before in self.settings_before.items():
+            named = self.request["settings"][module]
+            self.backend.set_settings(module, {k: v for k, v in before.items() if k in named})
 
     def materialise(self, arg: Arg) -> Any:
         if isinstance(arg, TensorArg):
@@ -249,7 +257,7 @@ def start(sock_fd: int, arena_fd: int, backend_class: type[Backend], spec: Mappi
         serve(socket.socket(fileno=sock_fd), Arena(arena_fd), backend_class, spec)
     except Closed:
         pass
-    except BaseException:  # noqa: BLE001 - the process ends here, its stderr is kept
+    except BaseException:
         traceback.print_exc()
         code = 70
     sys.stderr.flush()

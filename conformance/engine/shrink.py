@@ -124,7 +124,7 @@ class Shrinker:
             look()
         except _Spent:
             raise
-        except Exception:  # noqa: BLE001 - Hypothesis tells what it found by raising; the best is ours already
+        except Exception:
             return
 
 

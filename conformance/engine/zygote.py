@@ -35,7 +35,7 @@ def main() -> None:
         preload = getattr(backend_class, "preload", None)
         if preload:
             preload()
-    except BaseException as e:  # noqa: BLE001 - whatever an import raises is told
+    except BaseException as e:
         send(sock, {"error": f"{type(e).__name__}: {e}"})
         return
     reset_signals()

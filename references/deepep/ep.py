@@ -1,4 +1,4 @@
-"""Expert-parallel dispatch (exact, order partly free) and combine (an unweighted sum, rounded once), all ranks at once."""
+"""Expert-parallel dispatch (exact, order partly free) and combine (a sum, rounded once), of all ranks at once."""
 
 from __future__ import annotations
 
@@ -228,18 +228,19 @@ def _combined(call: _Call, rank: int, profile: Mapping[str, Any]) -> Within:
                 lanes[tokens] += 1
             if call.expanded and call.multiple:
                 error = basic.gamma(lanes, U32) * group_size
-                rounding += np.where(lanes > 1, codec.half_ulp(np.abs(group) + error, "bf16"), 0.0)
+                rounding += np.where(lanes > 1, rounded_once(_finite(group), _finite(error), "bf16"), 0.0)
         # The rounded partial sums are what is added next: second order.
         error = basic.gamma(count + 2, U32) * (size + rounding) + rounding
         for fmt in profile["hops"]:
             error += codec.half_ulp(size + error, fmt) * np.maximum(count, 1)
         if profile["subnormals"] != "keep":
             error += FLUSH_FP32 * count
-        finite = np.isfinite(total)
-        error, value = np.where(finite, error, 0.0), np.where(finite, total, 0.0)
-        bound = np.where(count > 0, rounded_once(value, error, "bf16"), 0.0)
-    known = np.where(np.isfinite(size), size, 0.0)
-    return Within(total, bound, known > _LARGEST)
+        bound = np.where(count > 0, rounded_once(_finite(total), _finite(error), "bf16"), 0.0)
+    return Within(total, bound, _finite(size) > _LARGEST)
+
+
+def _finite(x: Array) -> Array:
+    return np.where(np.isfinite(x), x, 0.0)
 
 
 def _weights_home(call: _Call, rank: int) -> Expected | None:

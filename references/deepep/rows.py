@@ -87,8 +87,10 @@ class _Comparison:
         self.bad = {n: np.zeros(b.shape, bool) for n, b in bits.items()}
         self.shown = {n: b.copy() for n, b in bits.items()}
         self._reasons: dict[str, set[str]] = {n: set() for n in self._names}
+        self._permuted: dict[str, bool] = {}
         self._wanted = [self._key(want, i) for i in range(len(rows.columns[0].want))]
         self._got = {p: self._key(bits, p) for r in rows.ranges for p in range(r.start, r.start + r.count)}
+        self._wanted_count, self._got_count = Counter(self._wanted), Counter(self._got.values())
         left = [self._match(r) for r in rows.ranges]
         if any(positions for positions, _ in left):
             self._explain(left)
@@ -114,28 +116,38 @@ class _Comparison:
         return positions, sorted(i for same in open_rows.values() for i in same)
 
     def _explain(self, left: list[tuple[list[int], list[int]]]) -> None:
-        wanted, got = Counter(self._wanted), Counter(self._got.values())
         everywhere = Counter(self._key(self._bits, p) for p in range(self._rows.total))
-        nothing_lost = not wanted - everywhere
-        moved: list[tuple[int, int]] = []
+        nothing_lost = not Counter(self._wanted) - everywhere
+        payload = self._names[0]
+        astray = []
         for positions, rows in left:
             for p, i in self._pair(positions, rows):
                 for n in self._names:
                     self.bad[n][p] = self._bits[n][p] != self._want[n][i]
                     self.shown[n][p] = self._want[n][i]
-                payload = self._names[0]
-                if not self.bad[payload][p].any():
-                    self._by_column(p)
-                elif nothing_lost:
-                    self._blame(p, "order")
-                elif self._got[p] in wanted:
-                    surplus = got[self._got[p]] > wanted[self._got[p]]
-                    self._blame(p, "token_duplicated") if surplus else moved.append((p, i))
+                if self.bad[payload][p].any():
+                    astray.append((p, i))
                 else:
-                    self._blame(p, self._foreign(p, i))
-        lost = any("token_lost" in r or "token_duplicated" in r for r in self._reasons.values())
-        for p, _ in moved:
-            self._blame(p, "token_lost" if lost else "order")
+                    self._by_column(p)
+        reasons = {self._by_row(p, i, nothing_lost=nothing_lost) for p, i in astray}
+        reason = next((r for r in self._ORDER if r in reasons), "")
+        for n in self._names:
+            if any(self.bad[n][p].any() for p, _ in astray):
+                self._reasons[n].add(reason)
+
+    def _by_row(self, p: int, i: int, *, nothing_lost: bool) -> str:
+        """A payload that is not the wanted one: a copy, a row in the wrong place, or none at all."""
+        key = self._got[p]
+        if self._wanted_count[key]:
+            return "token_duplicated" if self._got_count[key] > self._wanted_count[key] else "order"
+        if nothing_lost:
+            return "order"
+        payload, others = self._names[0], self._names[1:]
+        if self._bits[payload][p].tobytes() in self._rows.known:
+            own = others and all((self._bits[n][p] == self._want[n][i]).all() for n in others)
+            return "token_lost" if own else "token_duplicated"
+        alike = (self._bits[payload][p] == self._want[payload][i]).mean()
+        return "numeric" if alike >= _ALIKE else "token_lost"
 
     def _pair(self, positions: list[int], rows: list[int]) -> list[tuple[int, int]]:
         """Each position with the wanted row it most likely stands for: same payload first, then most alike."""
@@ -162,35 +174,25 @@ class _Comparison:
     def _alike(self, p: int, i: int) -> float:
         return sum(float((self._bits[n][p] == self._want[n][i]).mean()) for n in self._names if self._bits[n].shape[1])
 
-    def _foreign(self, p: int, i: int) -> str:
-        """A payload that is not the wanted one, in a row that is not wanted anywhere."""
-        payload, others = self._names[0], self._names[1:]
-        if self._bits[payload][p].tobytes() in self._rows.known:
-            own = others and all((self._bits[n][p] == self._want[n][i]).all() for n in others)
-            return "token_lost" if own else "token_duplicated"
-        alike = (self._bits[payload][p] == self._want[payload][i]).mean()
-        return "numeric" if alike >= _ALIKE else "token_lost"
-
     def _by_column(self, p: int) -> None:
         """The right payload, something else with it wrong."""
         for c in self._rows.columns[1:]:
             if not self.bad[c.name][p].any():
                 continue
             if c.kind == PAYLOAD:
-                used = list(self._got)
-                permuted = Counter(self._bits[c.name][q].tobytes() for q in used) == Counter(
-                    row.tobytes() for row in self._want[c.name])
-                self._reasons[c.name].add("order" if permuted else "token_lost")
+                self._reasons[c.name].add("order" if self._is_permuted(c.name) else "token_lost")
             elif c.kind == INDEX:
                 value = self._bits[c.name][p].view(c.want.dtype)
                 self._reasons[c.name].add("index_range" if ((value < -1) | (value >= c.limit)).any() else "numeric")
             else:
                 self._reasons[c.name].add("numeric")
 
-    def _blame(self, p: int, reason: str) -> None:
-        for n in self._names:
-            if self.bad[n][p].any():
-                self._reasons[n].add(reason)
+    def _is_permuted(self, name: str) -> bool:
+        """Whether an output holds the wanted rows, each as often as wanted, in whatever places."""
+        if name not in self._permuted:
+            got = Counter(self._bits[name][p].tobytes() for p in self._got)
+            self._permuted[name] = got == Counter(row.tobytes() for row in self._want[name])
+        return self._permuted[name]
 
 
 def _flat(codes: Any) -> Array:

@@ -47,9 +47,9 @@ def fp8_gemm_nt(problem: Problem, inputs: Inputs, profile: Profile) -> dict[Any,
     first, where that does not overflow by itself. A scale of 0 gives 0, NaN poisons what it scales. Where the product
     of the two scales overflows fp32, nothing is promised.
 
-    Variant: out (bf16, fp32); c (none, apart, aliased); scales (fp32, ue8m0).
+    Variant: out (bf16, fp32); c (none, apart, aliased); scales (fp32, pow2: fp32 too, ue8m0).
     Arguments (default): recipe (gran_m, gran_n, gran_k), or recipe_a and recipe_b (gran_mn, gran_k); without them
-    (1, 128, 128) for fp32 and (1, 1, 128) for ue8m0; alpha (1.0).
+    (1, 128, 128) for fp32 scales and (1, 1, 128) for ue8m0; alpha (1.0).
     Inputs: a (m, k), b (n, k) e4m3; a_scale (ceil(m / gran), ceil(k / gran_k)), b_scale alike: fp32, or e8m0x4 codes,
     whose columns behind the last block of K are ignored; c (or d) as in bf16_gemm_nt. Output: d.
     Family and profile: as bf16_gemm_nt; accumulator fp8_tc14_promoted keeps 14 bits inside each 128 of K.
@@ -128,7 +128,7 @@ def _granularity(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
     values = problem.values
     if values.get("recipe_a") is not None:
         return tuple(values["recipe_a"]), tuple(values["recipe_b"])
-    default = (1, 128, 128) if problem.variant.scales == "fp32" else (1, 1, 128)
+    default = (1, 1, 128) if problem.variant.scales == "ue8m0" else (1, 128, 128)
     gran_m, gran_n, gran_k = values.get("recipe") or default
     return (gran_m, gran_k), (gran_n, gran_k)
 

@@ -15,7 +15,7 @@ _WORDS = {"yes": True, "no": False}
 def argument(problem: Problem, name: str, default: Any) -> Any:
     """A scalar argument by its public name: from the drawn values, the sizes or the variant, else the default.
 
-    The text of a variant is read as the default's type; `yes` and `no` are booleans.
+    The text of a variant is read as the default's type; `yes` and `no` are booleans, `1x32` a tuple.
     """
     for place in (problem.values, problem.sizes):
         if place.get(name) is not None:
@@ -23,7 +23,9 @@ def argument(problem: Problem, name: str, default: Any) -> Any:
     text = problem.variant.get(name)
     if text is None:
         return default
-    return _WORDS[text] if isinstance(default, bool) else type(default)(text)
+    if isinstance(default, bool):
+        return _WORDS[text]
+    return tuple(map(int, text.split("x"))) if isinstance(default, tuple) else type(default)(text)
 
 
 def flushes(profile: Mapping[str, Any]) -> bool:

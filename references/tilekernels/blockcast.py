@@ -31,7 +31,7 @@ class Recipe:
     scale: fp32; pow2 (rounded up to a power of two, kept as fp32); packed (the same as exponent bytes); e4m3.
     smallest: the largest magnitude of a block counts as at least this.
     signed_zero: the sign of a zero code is documented.
-    padding: byte in the unused slots of the last packed word, None where unspecified.
+    padding: byte in the unused slots of the last packed word, None where unspecified: these are then no part of `sf`.
     nonfinite: False where nothing is promised for a block that holds NaN or infinity.
     """
 
@@ -58,7 +58,7 @@ def block_cast(x: Array, recipe: Recipe, factor: Array | None = None) -> dict[tu
     factor: of an x that is quantised itself the scale of each element, float64 (rows, columns); the value is then
     x * factor rounded to fp32, and codes may also come from x * (factor * (1 / s)) or x * (factor * (M / a)).
 
-    Of packed scales the last axis is filled up to a multiple of 4.
+    Of packed scales with a documented padding the last axis is filled up to a multiple of 4.
     Allowed scales: a / M and a * (1 / M) in fp32, a = the block's largest magnitude, M the format's largest
     number; rounded as the recipe says. Allowed codes, s the scale observed: x * (1 / s), x / s and, for unrounded
     fp32 scales, x * (M / a), each in fp32, clipped to +-M and rounded to nearest even.
@@ -77,11 +77,10 @@ def block_cast(x: Array, recipe: Recipe, factor: Array | None = None) -> dict[tu
     scales = _scales(amax, recipe)
     free = np.zeros_like(odd) if recipe.nonfinite else odd
     scale_free = free
-    if recipe.scale == "packed":
-        spare = -blocks % _PACK
-        fill = 0 if recipe.padding is None else recipe.padding
-        scales = tuple(np.pad(s, ((0, 0), (0, spare)), constant_values=fill) for s in scales)
-        scale_free = np.pad(free, ((0, 0), (0, spare)), constant_values=recipe.padding is None)
+    if recipe.scale == "packed" and recipe.padding is not None:
+        unused = ((0, 0), (0, -blocks % _PACK))
+        scales = tuple(np.pad(s, unused, constant_values=recipe.padding) for s in scales)
+        scale_free = np.pad(free, unused)
 
     def spread(per_block: Array) -> Array:
         return np.repeat(per_block, recipe.width, axis=1)[:, :columns]

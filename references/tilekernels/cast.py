@@ -26,16 +26,17 @@ def per_token_cast(problem: Problem, inputs: Inputs, profile: Mapping[str, Any])
     Documented: a = max(amax, a smallest value by format); sf = a / M in fp32, M = 448 or 6; rounded up to a power
     of two (pow2, packed) or to e4m3, nearest even, saturating; code = nearest even of clip(x * factor, -M, M),
     where the factor is M / a for fp32 scales, else 1 / sf. The last block of a row may be short. Zeros keep their
-    sign. Unused slots of a packed word, and blocks that hold NaN or infinity, are unspecified.
+    sign. Blocks that hold NaN or infinity are unspecified, and so are unused slots of a packed word, which are left
+    out of sf.
     Of an x with scales of its own the value is x * x_scale in fp32, or both scalings are multiplied first.
     The layout of the scales (row- or column-major) does not change what they are.
 
     Variant: fmt (e4m3, e2m1); scale (fp32, pow2, packed, e4m3).
-    Arguments (default): num_per_channels, x_block_size ((1, 32)).
+    Arguments (default): num_per_channels, x_block_size ((1, 32)), in a variant as 1x32.
     Inputs: x (T, H), bf16 or fp32; or e4m3 or e2m1x2_lo codes with x_scale, a scale (fp32, e8m0x4 or e4m3 codes) for
-    each block of x_block_size.
-    Returns one Joint over ("data", "sf"): data e4m3 or e2m1x2_lo codes (T, H); sf fp32 or e4m3
-    (T, ceil(H / num_per_channels)), or e8m0x4 codes (T, the same rounded up to a multiple of 4).
+    each block of x_block_size; further columns of x_scale, which fill up a packed word, are not read.
+    Returns one Joint over ("data", "sf"): data e4m3 or e2m1x2_lo codes (T, H); sf fp32, e4m3 or e8m0x4 codes
+    (T, ceil(H / num_per_channels)).
     """
     fmt, scale = problem.variant.fmt, problem.variant.scale
     recipe = Recipe(

@@ -77,7 +77,7 @@ def cast_rows(
         scale, multiplier = _scale(tile if factors is None else tile * factors, h, recipe, knobs)
         if factors is not None:
             multiplier = factors * multiplier
-        scaled = (tile * multiplier).reshape(tile.shape[0], -1)[:, :h]
+        scaled = (tile * multiplier).flatten(1)[:, :h]
         scales[rows] = scale
         codes[rows] = _pack_codes(_round(scaled, recipe.fmt, knobs), recipe.fmt, knobs)
 
@@ -184,7 +184,7 @@ def _pack_codes(codes: torch.Tensor, fmt: str, knobs: Knobs) -> torch.Tensor:
 def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     """FP32 [rows, 2 * columns] of packed E2M1 bytes, low nibble first."""
     byte = packed.view(torch.uint8)
-    codes = torch.stack((byte & 0xF, byte >> 4), 2).reshape(packed.shape[0], -1).int()
+    codes = torch.stack((byte & 0xF, byte >> 4), 2).flatten(1).int()
     values = _magnitudes("e2m1")
     return torch.cat((values, -values))[codes]
 

@@ -23,7 +23,9 @@ def identity(kind: str, dtype: str) -> Any:
         return T.min_value(dtype) if "int" in dtype else T.cast(-float("inf"), dtype)
     if kind == "min":
         return T.max_value(dtype) if "int" in dtype else T.cast(float("inf"), dtype)
-    return T.cast(-1 if kind == "bitand" else 0, dtype)
+    if kind == "bitand":
+        return T.max_value(dtype) if dtype.startswith("uint") else T.cast(-1, dtype)
+    return T.cast(0, dtype)
 
 
 def reduce(

@@ -1,0 +1,55 @@
+"""Writes `core.json`, the checked-in core level: python -m cases.levels.make_core
+
+Every case of the full level, with up to 8 size assignments each: the numbers that decide
+code paths, as far as they fit the level's work, dealt out over an op's cases so that each
+number occurs in several of them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from conformance.collect import CORE, all_cases, default_sizes
+from conformance.engine.draw import work
+from conformance.engine.run import EFFORTS
+from conformance.model import Case, Problem
+
+MOST = 4
+"""assignments a case; the rest of its examples is drawn"""
+
+
+def fitting(case: Case) -> list[dict[str, Any]]:
+    """The assignments that the op's contract and the level's work admit."""
+    out = []
+    for assignment in default_sizes(case):
+        sizes = {**case.op.sample, **assignment}
+        p = Problem(case.op.name, case.variant, sizes, {}, case.op.families[0], 0)
+        if case.op.fits(p) and work(case.op, p) <= EFFORTS["core"].max_work:
+            out.append(assignment)
+    return out
+
+
+def rows() -> list[dict[str, Any]]:
+    """A row a case; an op's assignments go round its cases."""
+    turn: dict[str, int] = {}
+    out = []
+    for case in all_cases():
+        row: dict[str, Any] = {"op": case.op.name, "variant": dict(case.variant), "check": case.check}
+        usable = fitting(case)
+        if usable:
+            key = f"{case.op.name}/{case.check}"
+            start = turn.get(key, 0)
+            turn[key] = start + MOST
+            row["sizes"] = [usable[(start + i) % len(usable)] for i in range(min(MOST, len(usable)))]
+        out.append(row)
+    return out
+
+
+def main() -> None:
+    lines = ",\n".join("  " + json.dumps(r) for r in rows())
+    CORE.write_text('{"cases": [\n' + lines + "\n]}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Try one case, or one kept problem, again; as often as asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from conformance import backends
+from conformance.collect import UsageError, find_case
+from conformance.engine.attempt import Bench
+from conformance.engine.executor import ArenaPool, Launcher
+from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.model import Case, Problem
+from conformance.options import backend_options
+from conformance.plugin import THREAD_VARIABLES, told
+from conformance.results import EXIT_INCONCLUSIVE, Record, exit_code, verdict_of
+
+
+@contextmanager
+def bench_of(backend: str, options: dict[str, str], inject: str = "") -> Iterator[Bench]:
+    """A bench outside a run. Raises BackendUnusable or UnknownBackend."""
+    for variable in THREAD_VARIABLES:
+        os.environ[variable] = "1"
+    description = backends.describe(backend, options)
+    launchers = [Launcher(backend, device="0", options=options, fork=description.fork_after_import,
+                          debug_malloc=debug, inject=inject) for debug in (False, True)]
+    profile = {**description.profile, "requirements": dict(description.requirements)}
+    try:
+        yield Bench(description, launchers[0], launchers[1], ArenaPool(), profile)
+    finally:
+        for launcher in launchers:
+            launcher.close()
+
+
+def replay_id(case_id: str, backend: str, options: list[str], seed: int, repeat: int, dump: str | None) -> int:
+    """Run the case as a run does, `repeat` times. Returns the exit code."""
+    return _replay(find_case(case_id), backend, backend_options(options), seed, repeat, dump, None)
+
+
+def replay_file(path: Path, backend: str | None, options: list[str], repeat: int, dump: str | None) -> int:
+    """Run the one problem of a kept problem.json. Raises UsageError for a file that is none."""
+    try:
+        note = json.loads(path.read_text())
+        problem = Problem.from_json(note["problem"])
+        case = find_case(note["id"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        msg = f"{path}: no problem.json of a kept failure: {type(e).__name__}: {e}"
+        raise UsageError(msg) from e
+    chosen = {**note.get("options", {}), **backend_options(options)}
+    return _replay(case, backend or note["backend"], chosen, note.get("seed", 0), repeat, dump, problem)
+
+
+def _replay(case: Case, backend: str, options: dict[str, str], seed: int, repeat: int, dump: str | None,
+            problem: Problem | None) -> int:
+    records: list[Record] = []
+    where = Path(dump) if dump else Path(tempfile.mkdtemp(prefix="replay-"))
+    try:
+        with bench_of(backend, options) as bench:
+            fixed: dict[str, Any] | None = {case.id: [problem]} if problem else None
+            config = Config(bench, EFFORTS["full"], seed, where, backend, options, fixed=fixed)
+            for _ in range(repeat):
+                record = run_case(case, config)
+                record.verdict = verdict_of(record.status, "none").value
+                records.append(record)
+    except backends.BackendUnusable as e:
+        print(e)
+        return EXIT_INCONCLUSIVE
+    worst = next((r for r in records if r.status != "pass"), records[0])
+    print(told(worst) if worst.status != "pass" else f"pass: {case.id}, {worst.examples.get('executed', 0)} problems")
+    if worst.artifacts:
+        print(f"in {where}")
+    if repeat > 1:
+        print(", ".join(f"{n} of {repeat} {status}" for status, n in Counter(r.status for r in records).items()))
+    return exit_code(records)
