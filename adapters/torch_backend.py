@@ -88,6 +88,12 @@ class TorchBackend(Backend):
             raise ValueError(msg)
         known.update(settings)
 
+    def compile(self, op: str, kwargs: dict[str, Any]) -> None:
+        module, _, name = op.partition(".")
+        build = getattr(self.adapter(module), "compile", None)
+        if build is not None:
+            build(name.replace(".", "__"), kwargs)
+
     def synchronize(self) -> None:
         if self.device_type != "cpu":
             getattr(torch, self.device_type).synchronize()

@@ -33,7 +33,8 @@ def describe_case(case_id: str, seed: int, problems: int) -> str:
         lines.append(f"  relation: {relation.doc}")
     drawn, digest = first_chunk(drawn_case(case), seed)
     lines.append(f"  draws_sha256 {digest} (seed {seed})")
-    lines += [json.dumps({k: v for k, v in p.to_json().items() if k not in ("op", "variant")}) for p in drawn[:problems]]
+    for p in drawn[:problems]:
+        lines.append(json.dumps({k: v for k, v in p.to_json().items() if k not in ("op", "variant")}))
     return "\n".join(lines)
 
 
@@ -42,4 +43,5 @@ def _size(size: Size) -> str:
     if size.step == 0:
         return f"one of {points}"
     text = f"{size.lo} to {size.hi}" + (f" in steps of {size.step}" if size.step > 1 else "")
-    return text + f", with {points}" + (", or empty" if size.zero else "") + (", each rank its own" if size.per_rank else "")
+    empty, ranks = ", or empty" if size.zero else "", ", each rank its own" if size.per_rank else ""
+    return f"{text}, with {points}{empty}{ranks}"

@@ -7,7 +7,8 @@ import hashlib
 import re
 from collections.abc import Iterable
 
-ID = re.compile(r"(?P<op>[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)+)/(?P<check>[a-z]+)(:(?P<keys>[a-z0-9_]+=[a-z0-9_.+-]+(,[a-z0-9_]+=[a-z0-9_.+-]+)*))?")
+_PAIR = r"[a-z0-9_]+=[a-z0-9_.+-]+"
+ID = re.compile(rf"(?P<op>[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)+)/(?P<check>[a-z]+)(:(?P<keys>{_PAIR}(,{_PAIR})*))?")
 
 
 def parse_id(text: str) -> tuple[str, str, dict[str, str]]:

@@ -33,7 +33,7 @@ def merge_runs(shards: list[Path], out: Path) -> tuple[str, int]:
         for case_id, record in run.records.items():
             other = records.get(case_id)
             if other is not None and other.verdict != record.verdict:
-                msg = f"{case_id} is {other.verdict} in one shard and {record.verdict} in {run.path}; run it again alone"
+                msg = f"{case_id} is {other.verdict} in one shard, {record.verdict} in {run.path}; run it again alone"
                 raise UsageError(msg)
             records[case_id] = record
     journal = Journal(out, resume=False)

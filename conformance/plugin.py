@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from conformance import backends, waivers
+from conformance.bench import THREAD_VARIABLES
 from conformance.collect import ROOT, UsageError, cases_at, ops_by_file
 from conformance.engine.attempt import Bench
 from conformance.engine.executor import ArenaPool, Launcher
@@ -42,7 +43,6 @@ from conformance.results import (
     verdict_of,
 )
 
-THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SURVIVING_DIST = ("no", "load", "worksteal")
 _RUN = pytest.StashKey["Run"]()
 
@@ -226,7 +226,8 @@ class Worker(Run):
                                   fork=description.fork_after_import, debug_malloc=debug, inject=o("--inject") or "")
                          for debug in (False, True)]
             profile = {**description.profile, "requirements": dict(description.requirements)}
-            bench = Bench(description, launchers[0], launchers[1], ArenaPool(), profile, o("--case-timeout"))
+            bench = Bench(description, launchers[0], launchers[1], ArenaPool(), profile, o("--case-timeout"),
+                          o("--compile-timeout"))
             self._log = WorkerLog(self.run_dir, self.name)
             fixed = {k: [Problem.from_json(p) for p in v] for k, v in self.handed["fixed"].items()} if (
                 self.handed["fixed"] is not None) else None

@@ -333,6 +333,13 @@ class Backend:
         module, _, name = op.partition(".")
         return getattr(self.adapter(module), name.replace(".", "__"))(**kwargs)
 
+    def compile(self, op: str, kwargs: dict[str, Any]) -> None:
+        """Build what the call needs, so that `run` compiles nothing; has its own time limit and phase."""
+
+    @classmethod
+    def preload(cls, module: str) -> None:
+        """Import what ops of this module need, in the process that executors are forked from. Touches no device."""
+
     def synchronize(self) -> None:
         """Wait for every stream used; raise what is pending."""
         raise NotImplementedError

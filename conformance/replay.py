@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from conformance import backends
+from conformance.bench import bench_of
 from conformance.collect import UsageError, find_case
-from conformance.engine.attempt import Bench
-from conformance.engine.executor import ArenaPool, Launcher
 from conformance.engine.run import EFFORTS, Config, run_case
 from conformance.model import Case, Problem
 from conformance.options import backend_options
-from conformance.plugin import THREAD_VARIABLES, told
+from conformance.plugin import told
 from conformance.results import EXIT_INCONCLUSIVE, Record, exit_code, verdict_of
-
-
-@contextmanager
-def bench_of(backend: str, options: dict[str, str], inject: str = "") -> Iterator[Bench]:
-    """A bench outside a run. Raises BackendUnusable or UnknownBackend."""
-    for variable in THREAD_VARIABLES:
-        os.environ[variable] = "1"
-    description = backends.describe(backend, options)
-    launchers = [Launcher(backend, device="0", options=options, fork=description.fork_after_import,
-                          debug_malloc=debug, inject=inject) for debug in (False, True)]
-    profile = {**description.profile, "requirements": dict(description.requirements)}
-    try:
-        yield Bench(description, launchers[0], launchers[1], ArenaPool(), profile)
-    finally:
-        for launcher in launchers:
-            launcher.close()
 
 
 def replay_id(case_id: str, backend: str, options: list[str], seed: int, repeat: int, dump: str | None) -> int:

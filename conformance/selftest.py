@@ -22,6 +22,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from conformance.bench import bench_of
 from conformance.catalogue.load import MODULES, read_toml
 from conformance.collect import ROOT, cases_at, check_names
 from conformance.engine.attempt import Bench
@@ -30,7 +31,6 @@ from conformance.engine.run import EFFORTS, Config, run_case
 from conformance.engine.wire import die_with_parent
 from conformance.model import Case
 from conformance.options import split
-from conformance.replay import bench_of
 from conformance.results import EXIT_NONCONFORMING
 
 MOST_CASES = 60
@@ -117,7 +117,8 @@ def bench() -> Bench:
 def try_row(row: Row, seed: int, turn: int) -> Caught:
     """Run the row's cases until it is caught; many of them for a correct variant."""
     started = time.monotonic()
-    cases = [c for c in cases_at("core", (row.module,)) if c.op.name == row.op and (c.check == row.check or not row.reasons)]
+    mine = (c for c in cases_at("core", (row.module,)) if c.op.name == row.op)
+    cases = [c for c in mine if c.check == row.check or not row.reasons]
     base = bench()
     profile = {**base.profile, **dict(row.profile)}
     mine = replace(base, profile=profile, case_timeout_s=3.0 if row.inject == "hang" else base.case_timeout_s)

@@ -440,6 +440,10 @@ def test_upstream_fp64_to_fp16_rounds_twice(adapter: Callable[[str], Adapter]) -
 @upstream
 def test_upstream_bool_does_not_compile(adapter: Callable[[str], Adapter]) -> None:
     """The wrapper passes bool* where the program takes int8_t*."""
-    out = torch.zeros(2, dtype=torch.bool)
-    adapter().cast(torch.tensor([0.0, 2.0]), out)
-    assert out.tolist() == [False, True]
+
+    def compiles() -> bool:
+        out = torch.zeros(2, dtype=torch.bool)
+        adapter().cast(torch.tensor([0.0, 2.0]), out)
+        return out.tolist() == [False, True]
+
+    assert in_child(compiles) == 0

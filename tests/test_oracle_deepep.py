@@ -203,6 +203,8 @@ def test_the_documented_small_example():
     unsynced = [World(1, tokens=(2, 1), experts=4, topk=2, max_tokens=3, ids=ids, sync="no", layout=x).expected()
                 for x in ("normal", "expanded")]  # fmt: skip
     assert [joints(u)[0].shapes["dispatch/recv_x@0"][0] for u in unsynced] == [6, 20]
+    assert normal.expected(oracle=lambda p, inputs, _: ep.result_rows(p, inputs)) == [2, 2]
+    assert expanded.expected(oracle=lambda p, inputs, _: ep.result_rows(p, inputs)) == [8, 8]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

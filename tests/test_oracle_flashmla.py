@@ -151,16 +151,17 @@ def failing(expected, got) -> set[str]:
 def run_prefill(q, kv, indices, sink=None, lengths=None, scale=SCALE, **knobs):
     """The kernel over every token; an empty list by the contract."""
     out, top, lse = [], [], []
-    for t, row in enumerate(indices):
-        row = row[: len(row) if lengths is None else lengths[t]]
-        row = row[(row >= 0) & (row < len(kv))]
+    for t, entries in enumerate(indices):
+        counted = entries[: len(entries) if lengths is None else lengths[t]]
+        row = counted[(counted >= 0) & (counted < len(kv))]
         heads = q.shape[1]
         o, m, s = (kernel(q[t], kv[row], scale, sink, **knobs) if len(row) else
                    (np.zeros((heads, DIM), np.uint16), np.full(heads, -INF), np.full(heads, INF)))  # fmt: skip
         out.append(o)
         top.append(m)
         lse.append(s)
-    return {"out": np.stack(out), "max_logits": np.stack(top).astype(np.float32), "lse": np.stack(lse).astype(np.float32)}
+    tops, lses = (np.stack(a).astype(np.float32) for a in (top, lse))
+    return {"out": np.stack(out), "max_logits": tops, "lse": lses}
 
 
 # --- right answers --------------------------------------------------------------------------------------------
@@ -264,6 +265,31 @@ def test_fp8_p_passes_where_it_is_declared():
     indices = np.arange(256)[None]
     e = prefill(q[None], kv, indices, name="normal", profile={"p": "e4m3"})
     assert failing(e, run_prefill(q[None], kv, indices, p="float8_e4m3fn")) == set()
+
+
+def test_where_nothing_is_rounded_before_the_output_a_cut_output_fails():
+    """Weights that are equal, or one alone, leave one rounding: the last."""
+    rng = np.random.default_rng(16)
+    q, kv = family("normal", rng, HEADS, 16)
+    e = prefill(0 * q[None], kv, np.arange(16)[None])
+    mean = kv.mean(0)
+    right, cut = (np.broadcast_to(codec.encode(mean, "bf16", rounding=r), (1, HEADS, DIM))
+                  for r in ("nearest_even", "toward_zero"))  # fmt: skip
+    assert failing(e, {"out": right}) == set()
+    assert failing(e, {"out": cut}) == {"out"}
+    one = prefill(q[None], kv, [[3]])
+    assert (one["out"].bound == 0).all(), "the row itself"
+
+
+def test_subnormal_rows_are_kept_unless_a_flush_is_declared():
+    rng = np.random.default_rng(17)
+    q, kv = family("normal", rng, HEADS, 16)
+    kv = codec.round_to(kv * 2.0**-128, "bf16")
+    indices = np.arange(16)[None]
+    got = run_prefill(q[None], np.where(np.abs(kv) < 2.0**-126, 0, kv), indices)
+    assert failing(prefill(q[None], kv, indices), run_prefill(q[None], kv, indices)) == set()
+    assert failing(prefill(q[None], kv, indices), got) == {"out"}
+    assert failing(prefill(q[None], kv, indices, profile={"subnormals": "flush"}), got) == set()
 
 
 def test_masks_lengths_and_repeats_count_exactly():
@@ -527,8 +553,8 @@ def test_decode_faults():
         if raw.shape[1] == 528:
             raw[:, 512:] = 127
 
-    planar = dict(a, k_cache=np.concatenate(
-        [a["k_cache"][..., :512].reshape(5, -1), a["k_cache"][..., 512:].reshape(5, -1)], 1).reshape(5, 7, 1, 528))  # fmt: skip
+    data, scales = (a["k_cache"][..., part].reshape(5, -1) for part in (slice(512), slice(512, None)))
+    planar = dict(a, k_cache=np.concatenate([data, scales], 1).reshape(5, 7, 1, 528))
     wrong = {
         "scale of the group before": run_decode(a, tokens=tokens(next_scale)),
         "one exponent": run_decode(a, tokens=tokens(one_exponent)),

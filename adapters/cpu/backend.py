@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
+import os
+import platform
 import resource
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -37,8 +41,14 @@ class CpuBackend(TorchBackend):
             versions={"torch": torch.__version__},
         )
 
+    @classmethod
+    def preload(cls, module: str) -> None:
+        loaded = importlib.import_module(cls.adapters[module])
+        if hasattr(loaded, "preload"):
+            loaded.preload({"cache_dir": compile_cache()})
+
     def __init__(self, *, device: str, options: Mapping[str, str], group: Group | None) -> None:
-        super().__init__(device=device, options=options, group=group)
+        super().__init__(device=device, options={"cache_dir": compile_cache(), **options}, group=group)
         self.knobs = Knobs.parse(options.get("knobs", ""))
         self._libc = ctypes.CDLL(None)
         _limit_memory(int(options.get("memory_mib", DEFAULT_MEMORY_MIB)))
@@ -53,9 +63,23 @@ class CpuBackend(TorchBackend):
             try:
                 self.adapter(module)
                 found[module] = ""
-            except Exception as e:  # noqa: BLE001 - the reason is what doctor is asked for
+            except Exception as e:
                 found[module] = f"{type(e).__name__}: {e}"
         return Report({"torch": torch.__version__}, (f"cpu, {torch.get_num_threads()} thread",), found)
+
+
+def compile_cache() -> str:
+    """Where compiled programs are kept between runs; a folder a toolchain, so that versions never mix."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    toolchain = f"tilelang-{_version("tilelang")}-torch-{_version("torch")}-{platform.machine()}"
+    return os.environ.get("CONFORMANCE_CACHE_DIR") or str(root / "conformance" / toolchain)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def _limit_memory(mib: int) -> None:

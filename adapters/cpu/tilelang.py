@@ -7,6 +7,7 @@ the arguments of each op. Option `cache_dir`: folder where compiled programs are
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import inspect
@@ -14,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -113,6 +114,17 @@ def preload(options: Mapping[str, str]) -> None:
         importlib.import_module(f"{_PROGRAMS}.{name}")
 
 
+@contextlib.contextmanager
+def _scratch() -> Iterator[None]:
+    """Temporary files of a compile go to a folder that is removed, for TileLang leaves them behind."""
+    with tempfile.TemporaryDirectory(prefix="tilelang-build-") as folder:
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+
+
 def _programs(name: str) -> ModuleType:
     return importlib.import_module(f"{_PROGRAMS}.{name}")
 
@@ -131,6 +143,15 @@ class Adapter:
         preload(backend.options)
         self._knobs: Knobs = backend.knobs
         self.builds: list[tuple[str, float]] = []
+        self._only_build = False
+
+    def compile(self, method: str, kwargs: Mapping[str, Any]) -> None:
+        """Compile or load what the call needs, and call nothing."""
+        self._only_build = True
+        try:
+            getattr(self, method)(**kwargs)
+        finally:
+            self._only_build = False
 
     def copy(self, x: Any, out: Any, *, tile_m: int = 32, tile_n: int = 64, fill: float | None = None) -> None:
         """out[i,j] = x[i,j] where x has it, else fill (0 where None): T.copy and T.annotate_safe_value.
@@ -266,15 +287,16 @@ class Adapter:
         if key not in _KERNELS:
             tilelang, target = importlib.import_module("tilelang"), _programs("target").CPU
             began = time.perf_counter()
-            _KERNELS[key] = tilelang.compile(
-                build(target, **params),
-                out_idx=out_idx,
-                target=target.compile_target,
-                execution_backend=target.execution_backend,
-                pass_configs={**target.pass_configs, **(config or {})},
-            )
+            with _scratch():
+                _KERNELS[key] = tilelang.compile(
+                    build(target, **params),
+                    out_idx=out_idx,
+                    target=target.compile_target,
+                    execution_backend=target.execution_backend,
+                    pass_configs={**target.pass_configs, **(config or {})},
+                )
             self.builds.append((program, time.perf_counter() - began))
-        return _KERNELS[key]
+        return (lambda *_: None) if self._only_build else _KERNELS[key]
 
 
 def _altered(knobs: Knobs, program: str, params: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,9 @@ def near(d: Draw) -> np.ndarray:
 
 def granularity(p: Problem) -> tuple[int, int, int]:
     """(rows of A, rows of B, columns of K) that share a scale."""
+    if p.values["recipe_a"]:
+        (gran_m, gran_k), (gran_n, _) = p.values["recipe_a"], p.values["recipe_b"]
+        return gran_m, gran_n, gran_k
     default = (1, 1, 128) if p.variant.scales == "ue8m0" else (1, 128, 128)
     return tuple(p.values.get("recipe") or default)
 

@@ -1,4 +1,4 @@
-"""The public surface of the modules, as data: which functions there are, and what each class of op must be checked for."""
+"""The public surface of the modules, as data: which functions there are, and what each class of op is checked for."""
 
 from __future__ import annotations
 

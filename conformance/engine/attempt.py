@@ -30,6 +30,7 @@ class Bench:
     pool: ArenaPool
     profile: Mapping[str, Any]
     case_timeout_s: float = 20.0
+    compile_timeout_s: float = 300.0
     settle_s: float = 0.25
 
 
@@ -98,7 +99,8 @@ class Attempts:
             self.executor = None
         if self.executor is None:
             with self.clock.timed("start"):
-                self.executor = Executor(self.launcher, self.bench.pool, self.op.ranks, self.bench.case_timeout_s)
+                self.executor = Executor(self.launcher, self.bench.pool, self.op.ranks, self.bench.case_timeout_s,
+                                         self.op.module)
         return self.executor
 
     def close(self) -> None:
@@ -129,7 +131,10 @@ class Attempts:
                     return out
         for i, example in enumerate(out.examples):
             with self.clock.timed("run"):
-                outcome = executor.collect(self.limit_s)
+                outcome = executor.collect(self.limit_s, self.bench.compile_timeout_s)
+            compile_s = max((a.get("compile_s", 0.0) for a in outcome.answers if a), default=0.0)
+            self.clock["compile"] += compile_s
+            self.clock["run"] -= compile_s
             out.run_s += outcome.run_s
             bad = judge.ended_badly(outcome)
             if bad:
@@ -165,7 +170,8 @@ class Attempts:
                 out.expected.append(self.op.oracle(example.problem, example.inputs, self.bench.profile))
         except Exception as e:
             where = traceback.format_exc(limit=-3)
-            out.findings.append(Finding("error", "compare", None, f"the oracle raised {type(e).__name__}: {e}\n{where}"))
+            text = f"the oracle raised {type(e).__name__}: {e}\n{where}"
+            out.findings.append(Finding("error", "compare", None, text))
             return False
         return True
 
@@ -178,7 +184,8 @@ class Attempts:
                     judge.compare(example, seen, expected, self.bench.profile)
             except Exception as e:
                 where = traceback.format_exc(limit=-3)
-                seen.findings.append(Finding("error", "compare", None, f"judging raised {type(e).__name__}: {e}\n{where}"))
+                text = f"judging raised {type(e).__name__}: {e}\n{where}"
+                seen.findings.append(Finding("error", "compare", None, text))
         if seen.late:
             seen.fail("late_write", "the result still changed after the call had said that it was done", "execute")
         out.findings.extend(seen.findings)

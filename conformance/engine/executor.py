@@ -176,7 +176,9 @@ class ArenaPool:
 class Executor:
     """One process, or a group of ranks, that runs calls until it dies or is closed."""
 
-    def __init__(self, launcher: Launcher, pool: ArenaPool, ranks: int = 1, call_timeout_s: float = 20.0) -> None:
+    def __init__(self, launcher: Launcher, pool: ArenaPool, ranks: int = 1, call_timeout_s: float = 20.0,
+                 module: str = "") -> None:
+        self.module = module
         self.launcher, self.size, self.attempt = launcher, ranks, launcher.starts
         self.alive = True
         self.runs = 0
@@ -189,7 +191,7 @@ class Executor:
         ours, theirs = socket.socketpair()
         stderr_fd = os.memfd_create("stderr")
         spec: dict[str, Any] = {"device": self.launcher.device, "options": self.launcher.options,
-                                "inject": self.launcher.inject, "group": None}
+                                "inject": self.launcher.inject, "group": None, "module": self.module}
         if self.size > 1:
             spec["group"] = {"rank": index, "size": self.size, "local_rank": index, "node": 0,
                              "rendezvous": f"{self.folder}/meet", "attempt": self.attempt, "timeout_s": timeout_s}
@@ -218,13 +220,21 @@ class Executor:
             with contextlib.suppress(Closed):
                 send(rank.sock, request)
 
-    def collect(self, timeout_s: float) -> Outcome:
-        """The answers of one run. The first rank that dies or is late ends the whole group."""
-        end = time.monotonic() + timeout_s
+    def collect(self, timeout_s: float, compile_timeout_s: float = 0.0) -> Outcome:
+        """The answers of one run. The first rank that dies or is late ends the whole group.
+
+        Compiling has a limit of its own: it does not count against the call's.
+        """
+        begun = time.monotonic()
+        end = begun + timeout_s
         answers: list[dict[str, Any] | None] = [None] * self.size
         waiting = {r.sock: i for i, r in enumerate(self.ranks)}
         while waiting:
             ready = select.select(list(waiting), [], [], max(end - time.monotonic(), 0))[0]
+            if not ready and any(self.phase(i) == "compile" for i in waiting.values()):
+                timeout_s = compile_timeout_s + timeout_s
+                end, compile_timeout_s = begun + timeout_s, 0.0
+                ready = select.select(list(waiting), [], [], max(end - time.monotonic(), 0))[0]
             if not ready:
                 where = ", ".join(self._where(i) for i in waiting.values())
                 self.kill()

@@ -16,6 +16,7 @@ from conformance.protocol import FORMATS, contiguous_strides
 from references.expected import Expected, Joint, Judgement
 from references.formats import codec
 
+_SCALARS: dict[str, Any] = {"int": (np.int64, "int64"), "bool": (np.bool_, "bool"), "float": (np.float64, "fp64")}
 MEMORY_REASONS = frozenset({"unwritten", "oob_write", "input_mutated", "late_write", "alias"})
 STRUCTURE_REASONS = frozenset({"contract", "dtype", "shape", "layout"})
 
@@ -85,7 +86,7 @@ def ended_badly(outcome: Outcome) -> Finding | None:
 
 
 def _phase_in(text: str) -> str:
-    found = [p for p in ("prepare", "enqueue", "execute", "compare", "teardown") if f"phase {p}" in text]
+    found = [p for p in ("prepare", "compile", "enqueue", "execute", "compare", "teardown") if f"phase {p}" in text]
     return found[0] if found else "execute"
 
 
@@ -146,7 +147,7 @@ def _read_leaf(example: Example, rank: int, expect: Expectation, leaf: Mapping[s
             return
         seen.scalars[expect.key] = leaf["value"]
         if expect.kind != "str":
-            dtype, fmt = {"int": (np.int64, "int64"), "bool": (bool, "bool"), "float": (np.float64, "fp64")}[expect.kind]
+            dtype, fmt = _SCALARS[expect.kind]
             seen.outputs[expect.key], seen.formats[expect.key] = np.array(leaf["value"], dtype), fmt
         return
     if expect.kind == "argument":
@@ -325,9 +326,9 @@ def _note(example: Example, seen: Seen, name: str, j: Judgement) -> None:
         return
     reason = j.reason
     bad = np.asarray(j.bad)
-    if bad.any() and reason in ("numeric", "nonfinite", "index_range", "order", "token_duplicated", "token_lost"):
-        if bool(np.all(_is_poison(example, name, codes, fmt)[bad])):
-            reason = "unwritten"
+    content = reason in ("numeric", "nonfinite", "index_range", "order", "token_duplicated", "token_lost")
+    if content and bad.any() and bool(np.all(_is_poison(example, name, codes, fmt)[bad])):
+        reason = "unwritten"
     index = worst_index(j)
     figures |= {"wrong": int(bad.sum()), "index": list(index)}
     if index or bad.shape == ():

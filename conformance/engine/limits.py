@@ -25,7 +25,7 @@ def support_of(description: Description, op: str) -> Support:
 
 def variant_limit(support: Support, variant: Mapping[str, str]) -> str:
     """Why this variant is outside the limits whatever the sizes, or an empty string."""
-    return _first_broken(support, lambda f: variant.get(f))
+    return _first_broken(support, variant.get)
 
 
 def problem_limit(support: Support, problem: Problem, row_bytes: Mapping[str, int] | None = None) -> str:

@@ -38,7 +38,7 @@ def run_misuse(attempts: Attempts, problem: Problem) -> Attempt:
         request = attempts._requests(executor, [bad], settle=False)[0]
     executor.send(request)
     with attempts.clock.timed("run"):
-        outcome = executor.collect(attempts.limit_s)
+        outcome = executor.collect(attempts.limit_s, attempts.bench.compile_timeout_s)
     out.examples.append(bad)
     out.findings.extend(_refusal(attempts, m, bad, outcome))
     died = outcome.death is not None or bool(outcome.timed_out)

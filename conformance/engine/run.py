@@ -39,7 +39,9 @@ class Effort:
 
 EFFORTS = {
     e.level: e
-    for e in (Effort("core", 8, 2.0**20, 10.0), Effort("full", 25, 2.0**24, 60.0), Effort("extended", 100, 2.0**30, 300.0))
+    for e in (
+        Effort("core", 8, 2.0**20, 10.0), Effort("full", 25, 2.0**24, 60.0), Effort("extended", 100, 2.0**30, 300.0)
+    )
 }
 
 

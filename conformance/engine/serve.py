@@ -33,7 +33,7 @@ from conformance.protocol import (
     arg_from_json,
 )
 
-PHASES = ("idle", "prepare", "enqueue", "execute", "compare", "teardown")
+PHASES = ("idle", "prepare", "compile", "enqueue", "execute", "compare", "teardown")
 
 
 def serve(sock: socket.socket, arena: Arena, backend_class: type[Backend], spec: Mapping[str, Any]) -> None:
@@ -99,7 +99,8 @@ class Server:
             out = {"unrepresentable": str(e)}
         except BaseException as e:
             out = {"exception": _described(e)}
-        out["phase"], out["step"], out["run_s"] = self._phase, run.step, time.perf_counter() - started
+        out["phase"], out["step"], out["compile_s"] = self._phase, run.step, run.compile_s
+        out["run_s"] = time.perf_counter() - started - run.compile_s
         self.phase("teardown")
         run.restore_settings()
         for b in buffers:
@@ -116,6 +117,7 @@ class _Run:
         self.tokens: dict[str, Any] = {}
         self.settings_before: dict[str, dict[str, Any]] = {}
         self.step = 0
+        self.compile_s = 0.0
 
     def go(self) -> dict[str, Any]:
         request, server = self.request, self.server
@@ -132,6 +134,10 @@ class _Run:
         for self.step, raw in enumerate(request["steps"]):
             server.phase("prepare", self.step)
             kwargs = {n: self.materialise(arg_from_json(a)) for n, a in raw["args"].items()}
+            server.phase("compile", self.step)
+            started = time.perf_counter()
+            self.backend.compile(raw["op"], kwargs)
+            self.compile_s += time.perf_counter() - started
             server.phase("enqueue", self.step)
             result = server.call(raw["op"], kwargs, raw.get("outs", []))
             server.phase("execute", self.step)

@@ -32,15 +32,13 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     try:
         backend_class = load_backend_class(sys.argv[2])
-        preload = getattr(backend_class, "preload", None)
-        if preload:
-            preload()
     except BaseException as e:
         send(sock, {"error": f"{type(e).__name__}: {e}"})
         return
     reset_signals()
     send(sock, {"ready": os.getpid()})
     children: dict[int, int] = {}
+    loaded: set[str] = set()
     while True:
         ready, _, _ = select.select([sock, *children], [], [])
         for fd in ready:
@@ -49,6 +47,7 @@ def main() -> None:
                     request, fds = recv(sock, max_fds=8)
                 except Closed:
                     return
+                preload(backend_class, request.get("module", ""), loaded)
                 pid = fork(sock, request, fds, backend_class, children)
                 children[os.pidfd_open(pid)] = pid
                 send(sock, {"pid": pid})
@@ -57,6 +56,15 @@ def main() -> None:
                 os.close(fd)
                 _, status = os.waitpid(pid, 0)
                 send(sock, {"exit": pid, "status": status})
+
+
+def preload(backend_class: Any, module: str, loaded: set[str]) -> None:
+    """Import a module's adapter here once, not in every executor. What fails here fails there too, and is told."""
+    if module and module not in loaded:
+        loaded.add(module)
+        with contextlib.suppress(Exception):
+            backend_class.preload(module)
+        reset_signals()
 
 
 def fork(sock: socket.socket, request: dict[str, Any], fds: list[int], backend_class: Any,

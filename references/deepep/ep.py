@@ -94,12 +94,18 @@ def combine(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> dic
     return expected
 
 
+def result_rows(problem: Problem, inputs: Inputs) -> list[int]:
+    """Rows of recv_x on every rank, for the shapes of results; reads what `dispatch` reads, but no payload."""
+    call = _Call(problem, inputs)
+    return [call.total(received) for received in call.routing.received]
+
+
 class _Call:
     """One dispatch with everything that follows from its inputs."""
 
     def __init__(self, problem: Problem, inputs: Inputs) -> None:
         self._problem, self.inputs = problem, inputs
-        self.prefix = "dispatch/" if "dispatch/x@0" in inputs else ""
+        self.prefix = "dispatch/" if "dispatch/topk_idx@0" in inputs else ""
         ids = []
         while f"{self.prefix}topk_idx@{len(ids)}" in inputs:
             ids.append(inputs.codes(f"{self.prefix}topk_idx@{len(ids)}").astype(np.int64))

@@ -74,10 +74,11 @@ def gemm_nt(
     """
     m, k = a.shape
     n = b.shape[0]
-    a, b = _operand(a, knobs), tile_io.load(b, knobs)
+    a, b = _whole_tiles(_operand(a, knobs), knobs), tile_io.load(b, knobs)
     step = knobs.tile_k if scales is None else math.gcd(knobs.tile_k, scales.gran_a, scales.gran_b)
     if scales is not None:
         scales = _read_scales(scales, m, n, knobs)
+        scales = scales._replace(a=_whole_tiles(scales.a, knobs))
     splits = walk(k, step, knobs)
     if c is None and knobs.fault == "accumulate_always":
         c = d
@@ -85,8 +86,9 @@ def gemm_nt(
         c = c.expand(m, n)
     for rows in tile_io.row_tiles(m, knobs):
         for cols in tile_io.tiles(n, knobs.tile_n):
-            part = None if scales is None else scales._replace(a=scales.a[rows], b=scales.b[cols])
-            acc = _accumulate(a[rows], b[cols], splits, part, knobs)
+            tile = slice(rows.start, rows.start + knobs.tile_m)
+            part = None if scales is None else scales._replace(a=scales.a[tile], b=scales.b[cols])
+            acc = _accumulate(a[tile], b[cols], splits, part, knobs)[: rows.stop - rows.start]
             if alpha != 1.0:
                 acc = acc * alpha
             if c is not None:
@@ -94,6 +96,16 @@ def gemm_nt(
             tile_io.store(d[rows, cols], acc, knobs)
     if knobs.fault == "slack_written" and d.stride(0) > n > 0:
         d.as_strided((m - 1, 1), (d.stride(0), 1), d.storage_offset() + n).zero_()
+
+
+def _whole_tiles(x: torch.Tensor, knobs: Knobs) -> torch.Tensor:
+    """x with zero rows up to a multiple of tile_m, contiguous.
+
+    The BLAS below adds in another order for other numbers of rows; so a row's bits would depend on its neighbours.
+    """
+    whole = x.new_zeros((-(-x.shape[0] // knobs.tile_m) * knobs.tile_m, x.shape[1]))
+    whole[: x.shape[0]] = x
+    return whole
 
 
 def _operand(a: torch.Tensor, knobs: Knobs) -> torch.Tensor:

@@ -40,6 +40,7 @@ _E4M3_NAN = 0x7F
 _SIGN = {"e4m3": 0x80, "e2m1": 0x08}
 _E4M3_OVERFLOW = 464.0
 """rounds to 448 up to here, midway to the first number there is no code for"""
+_BYTE_SHIFTS = 8 * torch.arange(4, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,17 @@ def cast_rows(
 
     x: [t, h], bf16 or fp32. codes: e4m3 [t, h], or int8 [t, h / 2] for e2m1, low nibble
     first. scales: fp32 [t, ceil(h / gran)], what a code is to be multiplied with.
-    x_scales: fp32 [t, h], factors of an x that was quantised before; the scale is formed
-    over x * x_scales, the codes from x * (x_scales * multiplier).
+    x_scales: fp32 [t, h], factors of an x that was quantised before; scale and codes are
+    formed from x * x_scales.
     """
     h = x.shape[1]
     groups = -(-h // recipe.gran)
     for rows in tile_io.row_tiles(x.shape[0], knobs):
         tile = _blocks(tile_io.load(x[rows], knobs), groups, recipe.gran)
-        factors = None if x_scales is None else _blocks(x_scales[rows], groups, recipe.gran)
-        scale, multiplier = _scale(tile if factors is None else tile * factors, h, recipe, knobs)
-        if factors is not None:
-            multiplier = factors * multiplier
+        if x_scales is not None:
+            # Not x * (x_scales * multiplier): in a block of zeros that product can overflow, and 0 * inf is NaN.
+            tile = tile * _blocks(x_scales[rows], groups, recipe.gran)
+        scale, multiplier = _scale(tile, h, recipe, knobs)
         scaled = (tile * multiplier).flatten(1)[:, :h]
         scales[rows] = scale
         codes[rows] = _pack_codes(_round(scaled, recipe.fmt, knobs), recipe.fmt, knobs)
@@ -205,8 +206,8 @@ def pack_exponents(scales: torch.Tensor, missing: float, knobs: Knobs) -> torch.
 
 def unpack_exponents(words: torch.Tensor, groups: int, knobs: Knobs) -> torch.Tensor:
     """FP32 [rows, groups] of packed exponents: 2^(byte - 127), byte 0 is 2^-127, byte 255 NaN."""
-    # flat first: a single column counts as contiguous whatever its stride, and can't be viewed as bytes then
-    exponents = words.reshape(-1).contiguous().view(torch.uint8).reshape(words.shape[0], 4 * words.shape[1])
+    # by shifts: a single word counts as contiguous whatever its stride, and can't be viewed as bytes then
+    exponents = ((words.unsqueeze(2) >> _BYTE_SHIFTS) & 0xFF).to(torch.uint8).flatten(1)
     if knobs.fault == "swapped_bytes":
         exponents = exponents.reshape(-1, 4).flip(1).reshape_as(exponents)
     scales = exponents[:, :groups].contiguous().view(torch.float8_e8m0fnu).float()

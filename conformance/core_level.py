@@ -1,4 +1,4 @@
-"""Writes `core.json`, the checked-in core level: python -m cases.levels.make_core
+"""Writes `cases/levels/core.json`, the checked-in core level: python -m conformance.core_level
 
 Every case of the full level, with up to 8 size assignments each: the numbers that decide
 code paths, as far as they fit the level's work, dealt out over an op's cases so that each
