@@ -71,7 +71,7 @@ class CpuBackend(TorchBackend):
 def compile_cache() -> str:
     """Where compiled programs are kept between runs; a folder a toolchain, so that versions never mix."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    toolchain = f"tilelang-{_version("tilelang")}-torch-{_version("torch")}-{platform.machine()}"
+    toolchain = "-".join((f"tilelang-{_version('tilelang')}", f"torch-{_version('torch')}", platform.machine()))
     return os.environ.get("CONFORMANCE_CACHE_DIR") or str(root / "conformance" / toolchain)
 
 
