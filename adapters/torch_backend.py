@@ -79,14 +79,15 @@ class TorchBackend(Backend):
         return self._loaded[module]
 
     def get_settings(self, module: str) -> dict[str, Any]:
-        return dict(self.adapter(module).settings)
+        return dict(getattr(self.adapter(module), "settings", {}))
 
     def set_settings(self, module: str, settings: Mapping[str, Any]) -> None:
-        known = self.adapter(module).settings
-        if set(settings) - set(known):
-            msg = f"{module} has no setting {', '.join(set(settings) - set(known))}; known: {', '.join(known) or 'none'}"
-            raise ValueError(msg)
-        known.update(settings)
+        own = getattr(self.adapter(module), "settings", {})
+        for key, value in settings.items():
+            if key not in own:
+                msg = f"{module} has no setting {key!r}; there are {', '.join(own) or 'none'}"
+                raise ValueError(msg)
+            own[key] = value
 
     def compile(self, op: str, kwargs: dict[str, Any]) -> None:
         module, _, name = op.partition(".")

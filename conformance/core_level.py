@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from conformance.collect import CORE, all_cases, default_sizes
-from conformance.engine.draw import work
+from conformance.engine.draw import values_of, work
 from conformance.engine.run import EFFORTS
 from conformance.model import Case, Problem
 
@@ -24,7 +24,8 @@ def fitting(case: Case) -> list[dict[str, Any]]:
     out = []
     for assignment in default_sizes(case):
         sizes = {**case.op.sample, **assignment}
-        p = Problem(case.op.name, case.variant, sizes, {}, case.op.families[0], 0)
+        values = {name: choices[0] for name, choices in values_of(case.op, case.variant)}
+        p = Problem(case.op.name, case.variant, sizes, values, case.op.families[0], 0)
         if case.op.fits(p) and work(case.op, p) <= EFFORTS["core"].max_work:
             out.append(assignment)
     return out

@@ -158,7 +158,7 @@ def recast(packed_input: bool) -> Callable[[Knobs], Violations]:
         factor = np.repeat(np.repeat(sf_in, 32, 0), 32, 1)[:t, :h]
         amax = np.abs(np.pad(values * factor, ((0, 0), (0, 64))).reshape(t, 2, 128)).max(2)
         sf, multiplier = amax / np.float32(448), np.float32(448) / amax
-        scaled = values * (factor * np.repeat(multiplier, 128, 1)[:, :h])
+        scaled = values * factor * np.repeat(multiplier, 128, 1)[:, :h]
         want = nearest_even(scaled.astype(np.float64), E4M3_GRID) | np.where(np.signbit(scaled), 0x80, 0)
         call = adapter(knobs).quant__per_token_cast
         data, got = call((x, torch.from_numpy(sf_in)), "e4m3", 128, x_block_size=block)

@@ -114,6 +114,8 @@ def observe(example: Example, outcome: Outcome) -> Seen:
         _check_settings(example, answer, seen)
         seen.pool_watched &= answer["pool_watched"]
         seen.late |= bool(answer.get("late"))
+        if answer.get("settings_leak"):
+            seen.fail("settings_leak", f"the call left other settings behind: {', '.join(answer['settings_leak'])}")
         if answer["held_changed"]:
             seen.fail("alias", "this call altered the result of the call before, which its caller still holds")
     return seen
@@ -300,7 +302,7 @@ def compare(example: Example, seen: Seen, expected: Mapping[Any, Expected], prof
                 seen.fail("missing_output", f"{', '.join(missing)} did not come back")
             continue
         if isinstance(want, Joint):
-            judged = want.check({n: seen.outputs[n] for n in names})
+            judged = want.judge_all({n: seen.outputs[n] for n in names})
         else:
             judged = {key: _judge_one(want, seen.outputs[key], seen.formats[key])}
         for name, j in judged.items():

@@ -130,6 +130,8 @@ class _Run:
             self.settings_before[module] = self.backend.get_settings(module)
             self.backend.set_settings(module, settings)
         watched = self.backend.poison_pool(request["poison"])
+        modules = {raw["op"].partition(".")[0] for raw in request["steps"]}
+        settings = {m: self.backend.get_settings(m) for m in modules}
         held, steps = [], []
         for self.step, raw in enumerate(request["steps"]):
             server.phase("prepare", self.step)
@@ -152,7 +154,9 @@ class _Run:
         out: dict[str, Any] = {"steps": steps, "pool_watched": watched, "held_changed": self.held_changed()}
         if request.get("settle_s"):
             out["late"] = self.late(held, request["settle_s"])
-        out["settings"] = {m: self.backend.get_settings(m) for m in request.get("settings", {})}
+        after = {m: self.backend.get_settings(m) for m in modules}
+        out["settings_leak"] = sorted(f"{m}.{k}" for m in modules for k in {*settings[m], *after[m]}
+                                      if settings[m].get(k) != after[m].get(k))
         # The results of this run stay referenced until the next run is over: a callee
         # that hands out the same memory twice then overwrites what its caller still holds.
         server.held = held if request.get("hold") else []
