@@ -18,6 +18,7 @@ from typing import Any
 HEADER_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Closed(Exception):
@@ -43,12 +44,16 @@ def send(sock: socket.socket, message: Any, fds: tuple[int, ...] = ()) -> None:
 
 
 def recv(sock: socket.socket, timeout_s: float | None = None, max_fds: int = 0) -> tuple[Any, list[int]]:
-    """The next message and its descriptors. Raises Closed or TimedOut."""
+    """The next message and its descriptors. Raises Closed, also for what is no message, or TimedOut."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     fds: list[int] = []
     head = _exactly(sock, _LENGTH.size, end, fds, max_fds)
     body = _exactly(sock, _LENGTH.unpack(head)[0], end, fds, max_fds)
-    return json.loads(body), fds
+    try:
+        return json.loads(body), fds
+    except ValueError as e:
+        msg = f"something else wrote into the stream: {e}"
+        raise Closed(msg) from e
 
 
 def _exactly(sock: socket.socket, n: int, end: float | None, fds: list[int], max_fds: int) -> bytes:
@@ -73,11 +78,27 @@ def _exactly(sock: socket.socket, n: int, end: float | None, fds: list[int], max
     return bytes(out)
 
 
+def said(e: BaseException, limit: int = 2000) -> str:
+    """Type and text of an exception, also of one that can't say what it is."""
+    try:
+        return f"{type(e).__name__}: {e}"[:limit]
+    except BaseException:
+        return f"{type(e).__name__}, whose text can't be had"
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what children leave behind, so that it can be ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent dies; leave at once if it has."""
-    if hasattr(signal, "SIGKILL"):
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(0)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from conformance.backend_class import load_backend_class
 from conformance.engine.serve import start
-from conformance.engine.wire import Closed, die_with_parent, recv, send
+from conformance.engine.wire import Closed, adopt_orphans, die_with_parent, recv, said, send
 
 FATAL_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
 
@@ -33,9 +33,10 @@ def main() -> None:
     try:
         backend_class = load_backend_class(sys.argv[2])
     except BaseException as e:
-        send(sock, {"error": f"{type(e).__name__}: {e}"})
+        send(sock, {"error": said(e)})
         return
     reset_signals()
+    adopt_orphans()
     send(sock, {"ready": os.getpid()})
     children: dict[int, int] = {}
     loaded: set[str] = set()
@@ -46,6 +47,7 @@ def main() -> None:
                 try:
                     request, fds = recv(sock, max_fds=8)
                 except Closed:
+                    end_orphans(children)
                     return
                 preload(backend_class, request.get("module", ""), loaded)
                 pid = fork(sock, request, fds, backend_class, children)
@@ -54,8 +56,31 @@ def main() -> None:
             else:
                 pid = children.pop(fd)
                 os.close(fd)
+                # Until it is waited for, its number can't be another process's. What it forked goes with it:
+                # a copy of its socket would keep the worker from seeing that it is gone.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
                 _, status = os.waitpid(pid, 0)
+                if not children:
+                    end_orphans(children)
                 send(sock, {"exit": pid, "status": status})
+
+
+def end_orphans(children: dict[int, int]) -> None:
+    """Kill what executors left behind outside their process groups."""
+    known = set(children.values())
+    for _ in range(100):
+        try:
+            with open(f"/proc/self/task/{os.getpid()}/children") as f:
+                left = [pid for pid in map(int, f.read().split()) if pid not in known]
+        except OSError:
+            return
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def preload(backend_class: Any, module: str, loaded: set[str]) -> None:
@@ -76,6 +101,7 @@ def fork(sock: socket.socket, request: dict[str, Any], fds: list[int], backend_c
             os.close(fd)
         return pid
     die_with_parent(parent)
+    os.setsid()
     sock.close()
     for fd in children:
         with contextlib.suppress(OSError):

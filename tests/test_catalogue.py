@@ -1,0 +1,87 @@
+"""The catalogue, the declarations and the generated docs agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conformance.catalogue.load import MODULES, classes, functions, required_checks
+from conformance.collect import CORE, ROOT, all_cases, cases_at, core_rows, full_cases, ops
+from conformance.coverage import check_table, coverage_text, write_docs
+from conformance.engine.checks import CHECKS
+from conformance.engine.variants import all_variants, pairwise
+from conformance.model import CHECKS as NAMES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_lists_its_public_functions(module: str) -> None:
+    listed = functions(module)
+    assert listed
+    names = [f.name for f in listed]
+    assert len(names) == len(set(names))
+    assert all(f.name.startswith(module + ".") for f in listed)
+
+
+def test_covered_means_declared() -> None:
+    covered = {f.name for m in MODULES for f in functions(m) if f.status == "covered"}
+    assert covered == {op.name for op in ops()}
+
+
+def test_every_cell_is_executed_or_has_a_sentence() -> None:
+    for op in ops():
+        made = {c.check for c in full_cases(op)}
+        for check, needed in required_checks(op.name).items():
+            assert (check in made) if needed is True else (len(str(needed)) > 20 and check not in made), (op.name, check)
+
+
+def test_checks_are_described_once() -> None:
+    assert tuple(CHECKS) == NAMES
+    assert all(set(row) == set(NAMES) for row in classes().values())
+
+
+def test_coverage_page_is_current(tmp_path: Path) -> None:
+    write_docs(tmp_path / "coverage.md")
+    assert (tmp_path / "coverage.md").read_text() == (ROOT / "docs" / "coverage.md").read_text(), (
+        "run: conformance coverage --write-docs docs/coverage.md")
+
+
+def test_coverage_names_every_function() -> None:
+    text = coverage_text()
+    assert "disagree" not in text
+    for m in MODULES:
+        for f in functions(m):
+            assert f.name in text
+    assert "does not apply" in check_table()
+
+
+def test_core_level_is_current() -> None:
+    from conformance.core_level import rows
+
+    assert list(core_rows()) == rows(), "run: python -m conformance.core_level"
+    assert CORE.exists()
+
+
+def test_core_level_has_size_assignments() -> None:
+    rows = core_rows()
+    assert all(len(r.get("sizes", ())) <= 8 for r in rows)
+    assert sum(bool(r.get("sizes")) for r in rows) > len(rows) // 4
+    assert len(list(cases_at("core"))) == len(rows)
+
+
+def test_pairwise_shows_every_legal_pair() -> None:
+    for op in ops():
+        every = {frozenset(p) for v in all_variants(op) for p in _pairs(dict(v))}
+        shown = {frozenset(p) for v in pairwise(op) for p in _pairs(dict(v))}
+        assert every == shown, op.name
+
+
+def _pairs(v: dict[str, str]) -> set[tuple[tuple[str, str], ...]]:
+    from itertools import combinations
+
+    items = tuple(v.items())
+    return set(combinations(items, 2)) if len(items) > 1 else {(i,) for i in items}
+
+
+def test_all_cases_has_every_module() -> None:
+    assert {c.op.module for c in all_cases()} == set(MODULES)
