@@ -78,7 +78,7 @@ class Problem:
     sizes: each an int, or a list of ints where every rank has its own.
     values: what was drawn for `Drawn` arguments, by argument.
     layout: argument -> {"rows_before": n, "row_units": n}: extra rows in front of the
-    tensor, and the row stride in multiples of the least legal one.
+    tensor, the row stride in multiples of the least legal one, and "rows_between" of the slices of the first axis.
     misuse, relation: name of the deliberate mistake, or of the law tried.
     """
 
@@ -174,8 +174,8 @@ class In:
     integers separated by blanks, or a function of the problem (of problem and rank in a
     group). major: name of the axis whose elements lie side by side, or its number (default the last).
     row_align: bytes that the row stride must be a multiple of (or a function of the variant). forms: of `padded`
-    (longer row stride) and `offset` (first row not the buffer's first), what the
-    contract allows. data: makes the codes, for control arrays; families make all others.
+    (longer row stride), `apart` (rows that belong to nobody between two slices of the first axis) and `offset`
+    (first row not the buffer's first), what the contract allows. data: makes the codes, for control arrays; families make all others.
     shapes: its contents decide the shape of a result, so a decoy keeps them.
     role: in | inout | accumulate | scratch | undefined_after; what stands in an inout or
     accumulate array afterwards is a result. alias: argument whose storage it shares.
@@ -306,6 +306,7 @@ class Misuse:
     """A call that must be refused. Overrides of arguments by name.
 
     An override is a plain value, or {"format": .., "shape": .., "row_bytes_extra": ..} for an array.
+    Named `step/argument` it is about that step alone: the call of that step must be refused, all others be right.
     kind: universal (must raise), limit (may return if right), trap (may raise or kill
     the process, a returned result fails). variant: the keys it needs.
     """

@@ -25,6 +25,8 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--case-timeout", {"type": float, "default": 20.0, "metavar": "S", "help": "seconds a call may take"}),
     ("--compile-timeout", {"type": float, "default": 300.0, "metavar": "S", "help": "seconds a compile may take"}),
     ("--shrink-budget", {"type": float, "default": None, "metavar": "S", "help": "seconds for making a failure small"}),
+    ("--isolation", {"default": "process", "choices": ("process", "inline"),
+                     "help": "inline: run in the worker itself, for a debugger (default process)"}),
     ("--waivers", {"default": None, "metavar": "FILE", "help": "known findings; none is loaded by default"}),
     ("--run-dir", {"default": None, "metavar": "DIR", "help": "default: runs/<backend>-<utc time>"}),
     ("--resume", {"action": "store_true", "help": "go on with the run in --run-dir"}),

@@ -11,6 +11,7 @@ import argparse
 import atexit
 import contextlib
 import itertools
+import math
 import multiprocessing
 import time
 from collections import Counter
@@ -97,9 +98,10 @@ def injected(modules: Sequence[str]) -> Iterator[Row]:
 
 
 def interleaved(cases: list[Case], turn: int) -> list[Case]:
-    """All cases, from a place that differs from row to row, so that variants are spread."""
-    start = turn * 7 % max(len(cases), 1)
-    return cases[start:] + cases[:start]
+    """All cases in long steps, from a place that differs from row to row, so that variants are spread."""
+    n = len(cases)
+    step = next((s for s in range(n * 5 // 8, n) if math.gcd(s, n) == 1), 1)
+    return [cases[(turn * 7 + i * step) % n] for i in range(n)]
 
 
 _BENCH: dict[str, Bench] = {}

@@ -200,7 +200,7 @@ def norm(
         if not ok:
             bad.add("values")
         if (wide[..., h:] != POISON).any() or (wide_res[..., h:] != POISON).any():
-            bad.add("memory")
+            bad.add("layout")
         return bad
 
     return run
@@ -239,7 +239,7 @@ def rope(
             if not np.all(np.abs(f64(x) - want) <= bound):
                 bad.add("values")
             if (wide[..., d:] != POISON).any():
-                bad.add("memory")
+                bad.add("layout")
         return bad
 
     return run
@@ -405,7 +405,7 @@ def test_tables_are_consistent() -> None:
     assert used <= set(KNOWN_FAULTS)
     for row in TABLE["fault"]:
         assert set(row) == {"name", "ops", "knobs", "check", "reason", "source", "doc"}
-        assert row["reason"] in REASONS
+        assert {row["reason"]} <= set(REASONS) if isinstance(row["reason"], str) else set(row["reason"]) <= set(REASONS)
     assert {op.removeprefix("tilekernels.") for row in TABLE["fault"] for op in row["ops"]} == set(SCENARIOS)
 
 

@@ -349,9 +349,19 @@ def test_topk_gate_against_a_plain_selection() -> None:
             swapped = plain.copy()
             swapped[2, [0, 1]] = swapped[2, [1, 0]]
             assert want.judge(swapped, "int64").bad.sum() == 2
+            assert want.judge(swapped, "int64").reason == "order"
             later = np.array([sorted(range(12), key=lambda e: (-row[e], -e))[:k] for row in scores.tolist()])
             assert want.judge(later, "int64").bad[0].any()
     assert gate(torch.zeros(0, 8), 3).shape == (0, 3)
+
+
+@pytest.mark.parametrize(("wrong", "reason"), [([3, 4], "index_range"), ([-1, 2], "index_range"),
+                                               ([3, 3], "token_duplicated"), ([3, 1], "numeric"), ([2, 3], "order")])
+def test_topk_gate_says_what_is_wrong(wrong: list[int], reason: str) -> None:
+    verdict = gate(torch.arange(4.0)[None].repeat(2, 1), 2).judge(np.array([[3, 2], wrong]), "int64")
+    assert not verdict.bad[0].any()
+    assert verdict.bad[1].any()
+    assert verdict.reason == reason
 
 
 def test_topk_gate_leaves_rows_that_break_the_contract() -> None:

@@ -6,7 +6,7 @@ from cases.deepgemm import groups
 from cases.deepgemm.dense import REFUSED
 from cases.deepgemm.promises import GROUPS_ALONE
 from cases.families import GEMM_FAMILIES
-from conformance.declare import Cost, Drawn, From, In, Op, Out, Value, When, edges, misuse
+from conformance.declare import Cost, Drawn, From, In, Op, Out, Value, When, choices, edges, misuse
 from conformance.model import Problem
 from references.deepgemm import gemm
 
@@ -22,8 +22,8 @@ M_GROUPED_BF16_GEMM_NT_CONTIGUOUS = Op(
     "deepgemm.m_grouped_bf16_gemm_nt_contiguous",
     doc="D[row] = A[row] @ B[group of row].T; rows stand group after group, each group on a multiple of the alignment",
     variants=dict(layout=("labels", "psum"), b_major=("k", "n")),
-    sizes=dict(blocks=edges(1, 4, hi=12, zero=True), groups=edges(1, 4, 128, hi=129),
-               n=edges(16, 64, 128, step=8, hi=256), k=edges(64, 128, 576, step=8)),
+    sizes=dict(blocks=edges(1, 4, hi=6, zero=True), groups=choices(1, 2, 3, 4, 8, 129),
+               n=edges(16, 64, 128, step=8), k=edges(64, 128, 576, step=8)),
     fits=lambda p: (groups.rows(p) + p.groups * p.n) * p.k <= 2**18,
     args=(In("a", "bf16", lambda p: (groups.rows(p), p.k), row_align=16, forms=("padded", "offset")),
           In("b", "bf16", "groups n k", major=From("b_major"), row_align=16, forms=("offset",)),
@@ -40,7 +40,7 @@ M_GROUPED_BF16_GEMM_NT_CONTIGUOUS = Op(
     settings=(Value(groups.ALIGNMENT, Drawn((128, 256))),),
     promises=(GROUPS_ALONE,),
     cost=_cost,
-    sample=dict(blocks=3, groups=3, n=24, k=72),
+    sample=dict(blocks=2, groups=3, n=24, k=72),
     rejects=(
         misuse("k of A and B differ", b={"shape": "groups n k+8"}, raises=REFUSED),
         misuse("n of B and D differ", b={"shape": "groups n+8 k"}, raises=REFUSED),

@@ -14,6 +14,7 @@ import numpy as np
 from conformance.engine import judge
 from conformance.engine.example import Example, build, digests, place, start_cursors
 from conformance.engine.executor import ArenaPool, Executor, Launcher
+from conformance.engine.inline import InlineExecutor
 from conformance.engine.judge import Finding, Seen
 from conformance.model import Op, Problem
 from conformance.protocol import Description
@@ -32,6 +33,8 @@ class Bench:
     case_timeout_s: float = 20.0
     compile_timeout_s: float = 300.0
     settle_s: float = 0.25
+    inline: bool = False
+    """run in this process: for debuggers"""
 
 
 @dataclass
@@ -88,20 +91,25 @@ class Attempts:
     def __init__(self, bench: Bench, op: Op, clock: Clock, *, debug_malloc: bool = False) -> None:
         self.bench, self.op, self.clock = bench, op, clock
         self.launcher = bench.debug_launcher if debug_malloc else bench.launcher
-        self.executor: Executor | None = None
+        self.executor: Executor | InlineExecutor | None = None
         self.deaths = 0
         self.limit_s = bench.case_timeout_s
         self.times: list[float] = []
 
-    def ready(self, fresh: bool) -> Executor:
+    def ready(self, fresh: bool) -> Executor | InlineExecutor:
         if self.executor is not None and (fresh or not self.executor.alive):
             self.executor.kill()
             self.executor = None
         if self.executor is None:
             with self.clock.timed("start"):
-                self.executor = Executor(self.launcher, self.bench.pool, self.op.ranks, self.bench.case_timeout_s,
-                                         self.op.module)
+                self.executor = self._start()
         return self.executor
+
+    def _start(self) -> Executor | InlineExecutor:
+        bench, op = self.bench, self.op
+        if bench.inline:
+            return InlineExecutor(self.launcher, bench.pool)
+        return Executor(self.launcher, bench.pool, op.ranks, bench.case_timeout_s, op.module)
 
     def close(self) -> None:
         if self.executor is not None:

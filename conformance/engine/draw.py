@@ -96,6 +96,8 @@ def raw_problems(case: Case) -> st.SearchStrategy[dict[str, Any]]:
         if a.forms and a.when(variant):
             fields[f"units {a.name}"] = st.integers(1, 3 if "padded" in a.forms else 1)
             fields[f"before {a.name}"] = st.integers(0, 3 if "offset" in a.forms else 0)
+            if "apart" in a.forms:
+                fields[f"between {a.name}"] = st.integers(0, 3)
     return st.fixed_dictionaries(fields)
 
 
@@ -112,6 +114,8 @@ def finish(case: Case, raw: Mapping[str, Any], seed: int) -> Problem:
     if case.check == "degenerate":
         shrink_some(op, sizes, _group(raw, "tiny"))
     layout = {n: {"row_units": u, "rows_before": before[n]} for n, u in _group(raw, "units").items()}
+    for n, rows in _group(raw, "between").items():
+        layout[n]["rows_between"] = rows
     problem = Problem(op.name, case.variant, sizes, values, op.families[raw["family"]], seed, layout)
     return fit(op, problem)
 
@@ -127,10 +131,10 @@ def shrink_some(op: Op, sizes: dict[str, Any], tiny: Mapping[str, bool]) -> None
             sizes[name] = [least if i % 2 else n for i, n in enumerate(sizes[name])]
         else:
             sizes[name] = least
-    for name in sizes:
-        if name not in names and not op.sizes[name].per_rank and op.sizes[name].step:
-            size = op.sizes[name]
-            sizes[name] = min(sizes[name], max(size.lo, 64 // size.step * size.step))
+    for name, now in list(sizes.items()):
+        size = op.sizes[name]
+        if name not in names and not size.per_rank and size.step:
+            sizes[name] = min(now, max(size.lo, 64 // size.step * size.step))
 
 
 def fit(op: Op, problem: Problem) -> Problem:
@@ -202,7 +206,8 @@ def _form(case: Case, i: int) -> dict[str, dict[str, int]]:
     if case.check != "layout":
         return {}
     return {a.name: {"row_units": 1 + (i + 1) % 3 if "padded" in a.forms else 1,
-                     "rows_before": i % 4 if "offset" in a.forms else 0}
+                     "rows_before": i % 4 if "offset" in a.forms else 0,
+                     **({"rows_between": (i + 1) % 4} if "apart" in a.forms else {})}
             for a in arrays_of(case.op) if a.forms and a.when(case.variant)}
 
 

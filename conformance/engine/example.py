@@ -149,7 +149,7 @@ def place(example: Example, arenas: list[Arena], cursors: list[int]) -> list[dic
         example.before.append(images)
         example.after.append([np.frombuffer(arena.view, np.uint8, r["nbytes"], r["back"]) for r in rows])
         steps = [{"op": s.call.op, "args": {n: arg_to_json(a) for n, a in s.call.args.items()},
-                  "returns": list(s.call.returns), "outs": list(s.outs)} for s in plan.steps]
+                  "returns": list(s.call.returns), "outs": list(s.outs), "refused": s.refused} for s in plan.steps]
         requests.append({"cmd": "run", "buffers": rows, "steps": steps, "poison": POOL_POISON[example.judged],
                          "arena_bytes": at, "settings": settings_of(example.op, example.problem)})
     return requests

@@ -27,6 +27,10 @@ from conformance.engine.wire import Arena, Closed, TimedOut, recv, send
 
 ROOT = Path(__file__).resolve().parents[2]
 KILL_WAIT_S = 2.0
+LOOK_EVERY_S = 0.5
+MOST_FAILED_STARTS = 2
+"""in a row, after which a backend is not tried again: a constructor that hangs would cost its limit every case"""
+MOST_PRINTED_BYTES = 16 << 20
 MALLOC_DEBUG = {"LD_PRELOAD": "libc_malloc_debug.so.0",
                 "GLIBC_TUNABLES": "glibc.malloc.check=3:glibc.malloc.perturb=165"}
 """Environment under which one byte outside a block that a callee allocated ends the process."""
@@ -49,6 +53,11 @@ class Death:
     @property
     def signal(self) -> int:
         return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
+
+    @property
+    def from_outside(self) -> bool:
+        """SIGKILL, or a zygote that is gone: the host or a person may have done it, and not the call."""
+        return self.status is None or self.signal == signal.SIGKILL
 
     def sentence(self) -> str:
         if self.status is None:
@@ -83,23 +92,34 @@ class Launcher:
         self.zygote: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.exits: dict[int, int] = {}
         self.starts = 0
+        self.broken: list[str] = []
+        """why the last starts failed, one after the other"""
 
     def _zygote(self) -> socket.socket:
-        if self.zygote is None or self.zygote[0].poll() is not None:
+        if self.zygote is not None and self.zygote[0].poll() is not None:
+            self.close()
+        if self.zygote is None:
             ours, theirs = socket.socketpair()
+            printed = os.memfd_create("zygote")
             argv = [sys.executable, "-m", "conformance.engine.zygote", str(theirs.fileno()), self.backend,
                     str(os.getpid())]
             proc = subprocess.Popen(argv, cwd=ROOT, env=self.env, stdin=subprocess.DEVNULL,
-                                    pass_fds=[theirs.fileno()], start_new_session=True)
+                                    stdout=printed, stderr=printed, pass_fds=[theirs.fileno()], start_new_session=True)
             theirs.close()
+            wrong = ""
             try:
                 hello, _ = recv(ours, self.start_timeout_s)
+                if "error" in hello:
+                    wrong = f"can't be imported: {hello['error']}"
             except (Closed, TimedOut) as e:
-                proc.kill()
-                msg = f"backend {self.backend}: the process that imports it ended or hung ({type(e).__name__})"
-                raise BackendBroken(msg) from e
-            if "error" in hello:
-                msg = f"backend {self.backend} can't be imported: {hello['error']}"
+                how = "hung" if isinstance(e, TimedOut) else "ended"
+                wrong = f"can't be imported: the process that does it {how}.\n{_tail(printed)}"
+            finally:
+                os.close(printed)
+            if wrong:
+                _end_group(proc)
+                ours.close()
+                msg = f"backend {self.backend} {wrong}"
                 raise BackendBroken(msg)
             self.zygote = proc, ours
         return self.zygote[1]
@@ -107,6 +127,8 @@ class Launcher:
     def launch(self, fds: tuple[int, int, int], spec: Mapping[str, Any]) -> tuple[int, Any]:
         """(pid, Popen or None) of a new executor with these descriptors: socket, arena, stderr."""
         self.starts += 1
+        if len(self.broken) >= MOST_FAILED_STARTS:
+            raise BackendBroken(self.broken[-1])
         if not self.can_fork:
             argv = [sys.executable, "-m", "conformance.engine.spawned", str(fds[0]), str(fds[1]), self.backend,
                     str(os.getpid())]
@@ -119,21 +141,33 @@ class Launcher:
                 proc.stdin.write(json.dumps(spec).encode())
                 proc.stdin.close()
             return proc.pid, proc
+        for _ in range(2):
+            try:
+                return self._forked(fds, spec), None
+            except (Closed, TimedOut) as e:
+                # Somebody killed the zygote, or a module's import did; a new one has one try.
+                self.close()
+                how = "hung" if isinstance(e, TimedOut) else "ended"
+        msg = f"backend {self.backend}: the process that forks executors {how} as it loaded {spec.get('module')!r}"
+        raise BackendBroken(msg)
+
+    def _forked(self, fds: tuple[int, int, int], spec: Mapping[str, Any]) -> int:
         sock = self._zygote()
         send(sock, dict(spec), fds)
         while True:
             message, _ = recv(sock, self.start_timeout_s)
             if "pid" in message:
-                return message["pid"], None
+                return message["pid"]
             self.exits[message["exit"]] = message["status"]
 
     def reap(self, pid: int, proc: Any, timeout_s: float) -> int | None:
         """The wait status of a process that has ended, or None if it has not within the limit."""
         if proc is not None:
-            try:
-                code = proc.wait(timeout_s)
-            except subprocess.TimeoutExpired:
+            if proc.returncode is None and not _ended(pid, timeout_s):
                 return None
+            # As long as it is not waited for, the number of its group can't be another's.
+            _end_group(proc)
+            code = proc.returncode
             return code << 8 if code >= 0 else -code
         end = time.monotonic() + timeout_s
         while pid not in self.exits and self.zygote is not None:
@@ -147,9 +181,32 @@ class Launcher:
     def close(self) -> None:
         if self.zygote is not None:
             self.zygote[1].close()
-            self.zygote[0].kill()
-            self.zygote[0].wait()
+            _end_group(self.zygote[0])
             self.zygote = None
+        self.exits.clear()
+
+
+def _end_group(proc: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a group of its own, and all of the group."""
+    if proc.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(proc.pid, signal.SIGKILL)
+        proc.wait()
+
+
+def _ended(pid: int, timeout_s: float) -> bool:
+    """Whether a child that nobody has waited for ends within the limit."""
+    fd = os.pidfd_open(pid)
+    try:
+        return bool(select.select([fd], [], [], timeout_s)[0])
+    finally:
+        os.close(fd)
+
+
+def _tail(fd: int, nbytes: int = 4000) -> str:
+    """The last of what was printed into a memfd."""
+    size = os.fstat(fd).st_size
+    return os.pread(fd, nbytes, max(size - nbytes, 0)).decode(errors="replace").strip("\0 \n")
 
 
 @dataclass
@@ -159,6 +216,8 @@ class _Rank:
     sock: socket.socket
     stderr_fd: int
     arena: Arena
+    pid_fd: int | None
+    """names this process and no later one of the same number; None where it was gone at once"""
 
 
 @dataclass
@@ -183,9 +242,17 @@ class Executor:
         self.alive = True
         self.runs = 0
         self.folder = tempfile.mkdtemp(prefix="ranks-") if ranks > 1 else None
-        self.ranks = [self._start(i, a, call_timeout_s) for i, a in enumerate(pool.take(ranks))]
-        for rank in self.ranks:
-            self._hello(rank)
+        self.ranks: list[_Rank] = []
+        try:
+            for i, a in enumerate(pool.take(ranks)):
+                self.ranks.append(self._start(i, a, call_timeout_s))
+            for rank in self.ranks:
+                self._hello(rank)
+        except BackendBroken as e:
+            self.kill()
+            launcher.broken.append(str(e))
+            raise
+        launcher.broken.clear()
 
     def _start(self, index: int, arena: Arena, timeout_s: float) -> _Rank:
         ours, theirs = socket.socketpair()
@@ -196,17 +263,25 @@ class Executor:
             spec["group"] = {"rank": index, "size": self.size, "local_rank": index, "node": 0,
                              "rendezvous": f"{self.folder}/meet", "attempt": self.attempt, "timeout_s": timeout_s}
         arena.view[0] = arena.view[1] = 0
-        pid, proc = self.launcher.launch((theirs.fileno(), arena.fd, stderr_fd), spec)
-        theirs.close()
-        return _Rank(pid, proc, ours, stderr_fd, arena)
+        try:
+            pid, proc = self.launcher.launch((theirs.fileno(), arena.fd, stderr_fd), spec)
+        except BackendBroken:
+            ours.close()
+            os.close(stderr_fd)
+            raise
+        finally:
+            theirs.close()
+        pid_fd = None
+        with contextlib.suppress(ProcessLookupError):
+            pid_fd = os.pidfd_open(pid)
+        return _Rank(pid, proc, ours, stderr_fd, arena, pid_fd)
 
     def _hello(self, rank: _Rank) -> None:
         try:
             recv(rank.sock, self.launcher.start_timeout_s)
         except (Closed, TimedOut) as e:
-            tail = self._stderr(rank)
+            tail = _tail(rank.stderr_fd)
             how = "hung" if isinstance(e, TimedOut) else "ended"
-            self.kill()
             msg = f"backend {self.launcher.backend}: its constructor {how}.\n{tail}"
             raise BackendBroken(msg) from e
 
@@ -228,32 +303,39 @@ class Executor:
         begun = time.monotonic()
         end = begun + timeout_s
         answers: list[dict[str, Any] | None] = [None] * self.size
-        waiting = {r.sock: i for i, r in enumerate(self.ranks)}
+        waiting = set(range(self.size))
         while waiting:
-            ready = select.select(list(waiting), [], [], max(end - time.monotonic(), 0))[0]
-            if not ready and any(self.phase(i) == "compile" for i in waiting.values()):
-                timeout_s = compile_timeout_s + timeout_s
-                end, compile_timeout_s = begun + timeout_s, 0.0
-                ready = select.select(list(waiting), [], [], max(end - time.monotonic(), 0))[0]
+            looked = time.monotonic()
+            ready = self._ready(waiting, min(max(end - looked, 0), LOOK_EVERY_S))
+            now = time.monotonic()
             if not ready:
-                where = ", ".join(self._where(i) for i in waiting.values())
-                self.kill()
-                return Outcome(answers, timed_out=f"no answer within {timeout_s:.3g} s ({where})")
-            for sock in ready:
-                index = waiting[sock]
+                self._forget_printed()
+                if compile_timeout_s > 0 and any(self.phase(i) == "compile" for i in waiting):
+                    compile_timeout_s -= now - looked
+                    end += now - looked
+                elif now >= end:
+                    where = ", ".join(self._where(i) for i in sorted(waiting))
+                    self.kill()
+                    return Outcome(answers, timed_out=f"no answer within {now - begun:.3g} s ({where})")
+            for index in ready:
                 try:
-                    answers[index], _ = recv(sock, KILL_WAIT_S + max(end - time.monotonic(), 0))
+                    answers[index], _ = recv(self.ranks[index].sock, KILL_WAIT_S)
                 except (Closed, TimedOut):
                     death = self._death(index)
                     self.kill()
                     return Outcome(answers, death)
-                del waiting[sock]
+                waiting.discard(index)
                 if self.size > 1 and not answers[index].get("steps"):
                     # A rank that failed leaves its peers waiting for the whole transport timeout.
                     self.kill()
                     return Outcome(answers)
         self.runs += 1
         return Outcome(answers, run_s=max(a["run_s"] for a in answers if a))
+
+    def _ready(self, waiting: set[int], timeout_s: float) -> list[int]:
+        """The ranks that have answered or ended. What a rank forked may hold its socket open after its end."""
+        looked_at = {fd: i for i in waiting for fd in (self.ranks[i].sock, self.ranks[i].pid_fd) if fd is not None}
+        return sorted({looked_at[fd] for fd in select.select(list(looked_at), [], [], timeout_s)[0]})
 
     def _where(self, index: int) -> str:
         arena = self.ranks[index].arena
@@ -267,25 +349,33 @@ class Executor:
     def _death(self, index: int) -> Death:
         rank = self.ranks[index]
         status = self.launcher.reap(rank.pid, rank.proc, KILL_WAIT_S)
-        return Death(status, self.phase(index), rank.arena.view[1], self._stderr(rank), index)
+        return Death(status, self.phase(index), rank.arena.view[1], _tail(rank.stderr_fd), index)
 
-    @staticmethod
-    def _stderr(rank: _Rank, nbytes: int = 4000) -> str:
-        size = os.fstat(rank.stderr_fd).st_size
-        return os.pread(rank.stderr_fd, nbytes, max(size - nbytes, 0)).decode(errors="replace").strip()
+    def _forget_printed(self) -> None:
+        """Give back what was printed, where it is much: it is memory."""
+        for rank in self.ranks:
+            size = os.fstat(rank.stderr_fd).st_blocks * 512
+            if size > MOST_PRINTED_BYTES:
+                # The writer goes on at its old place, behind a hole that takes no memory.
+                os.ftruncate(rank.stderr_fd, 0)
 
     def kill(self) -> None:
         """End every process of this executor and free what it held."""
         if not self.alive:
             return
         self.alive = False
-        for rank in self.ranks if hasattr(self, "ranks") else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL)
-        for rank in self.ranks if hasattr(self, "ranks") else ():
+        for rank in self.ranks:
+            if rank.proc is not None:
+                _end_group(rank.proc)
+            elif rank.pid_fd is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.pid_fd, signal.SIGKILL)
+        for rank in self.ranks:
             rank.sock.close()
             self.launcher.reap(rank.pid, rank.proc, KILL_WAIT_S)
             os.close(rank.stderr_fd)
+            if rank.pid_fd is not None:
+                os.close(rank.pid_fd)
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -189,7 +189,8 @@ FAMILIES: dict[str, Family] = {
     f.__name__: f
     for f in (
         normal, integers, positive, ill_scaled, cancellation, one_hot, powers, zeros, constant, two_valued, few_valued,
-        ascending, descending, sawtooth, tail_max, subnormal, subnormal_products, near_overflow, infinities, nans, all_bits,
+        ascending, descending, sawtooth, tail_max, subnormal, subnormal_products, near_overflow, infinities, nans,
+        all_bits,
     )
 }
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from conformance.engine.example import POOL_POISON, Example, fetched, out_codes, pattern, settings_of
+from conformance.engine.example import POOL_POISON, Example, fetched, out_codes, pattern
 from conformance.engine.executor import Outcome
 from conformance.engine.layout import ArrayPlan, Expectation, np_view
 from conformance.model import Out
 from conformance.protocol import FORMATS, contiguous_strides
+from conformance.results import LARGEST_RATIO
 from references.expected import Expected, Joint, Judgement
 from references.formats import codec
 
 _SCALARS: dict[str, Any] = {"int": (np.int64, "int64"), "bool": (np.bool_, "bool"), "float": (np.float64, "fp64")}
 MEMORY_REASONS = frozenset({"unwritten", "oob_write", "input_mutated", "late_write", "alias"})
+HEAP_DAMAGE = re.compile(
+    r"(free|realloc|malloc|calloc|munmap_chunk|malloc_consolidate|unlink_chunk)\(\): "
+    r"(invalid|corrupted|mismatching|unaligned|unsorted)[^\n]*|malloc: top chunk is corrupt")
+"""what glibc prints before it aborts over a damaged heap"""
 STRUCTURE_REASONS = frozenset({"contract", "dtype", "shape", "layout"})
 
 
@@ -33,6 +40,8 @@ class Finding:
     judgement: Judgement | None = None
     observed: np.ndarray | None = None
     format: str = ""
+    outside: bool = False
+    """a death that the process may have had no part in"""
 
     @property
     def bug(self) -> tuple[str, str | None]:
@@ -67,7 +76,12 @@ def ended_badly(outcome: Outcome) -> Finding | None:
         reason = "signal" if d.signal or d.status is None else "exit"
         tail = f"\n{d.stderr[-1500:]}" if d.stderr else ""
         who = f"rank {d.rank}: " if len(outcome.answers) > 1 else ""
-        return Finding("crash", d.phase if d.phase != "idle" else "teardown", reason, who + d.sentence() + tail)
+        phase = d.phase if d.phase != "idle" else "teardown"
+        heap = HEAP_DAMAGE.search(d.stderr) if d.signal == signal.SIGABRT else None
+        if heap:
+            return Finding("fail", phase, "oob_write", f"{who}the call wrote outside a block of memory: the allocator "
+                           f"ended the process with {heap[0]!r} in phase {phase}")
+        return Finding("crash", phase, reason, who + d.sentence() + tail, outside=d.from_outside)
     for rank, a in enumerate(outcome.answers):
         if a is None or "steps" in a:
             continue
@@ -77,6 +91,8 @@ def ended_badly(outcome: Outcome) -> Finding | None:
             return Finding("oom", phase, None, who + a["oom"])
         if "lost" in a:
             return Finding("crash", phase, "signal", who + f"the device is lost: {a['lost']}")
+        if "unreadable" in a:
+            return Finding("fail", phase, "contract", who + a["unreadable"])
         if "unrepresentable" in a:
             return Finding("unsupported", phase, None, who + a["unrepresentable"])
         e = a["exception"]
@@ -111,7 +127,6 @@ def observe(example: Example, outcome: Outcome) -> Seen:
             if a.written:
                 seen.outputs[a.key], seen.formats[a.key] = out_codes(example, rank, a), a.format
         _check_buffers(example, rank, seen)
-        _check_settings(example, answer, seen)
         seen.pool_watched &= answer["pool_watched"]
         seen.late |= bool(answer.get("late"))
         if answer.get("settings_leak"):
@@ -224,14 +239,6 @@ def _check_buffers(example: Example, rank: int, seen: Seen) -> None:
             _check_kept(example, rank, a, seen)
 
 
-def _check_settings(example: Example, answer: Mapping[str, Any], seen: Seen) -> None:
-    for module, named in settings_of(example.op, example.problem).items():
-        for key, value in named.items():
-            left = answer["settings"][module].get(key)
-            if left != value:
-                seen.fail("settings_leak", f"the call left the setting {key} of {module} as {left!r}; it was {value!r}")
-
-
 def _check_kept(example: Example, rank: int, a: ArrayPlan, seen: Seen) -> None:
     """Elements inside an output that its contract leaves as they were."""
     if not isinstance(a.arg, Out) or a.arg.kept is None or FORMATS[a.format].per_item > 1:
@@ -322,7 +329,7 @@ def _note(example: Example, seen: Seen, name: str, j: Judgement) -> None:
     figures: dict[str, Any] = {"elements": int(j.bad.size)}
     if j.ratio is not None and j.ratio.size:
         worst = float(np.max(np.nan_to_num(j.ratio, nan=np.inf)))
-        figures["worst_ratio"] = min(worst, 1e308)
+        figures["worst_ratio"] = min(worst, LARGEST_RATIO)
     seen.numerics[name] = figures
     if j.ok:
         return
@@ -380,8 +387,9 @@ def sentence(name: str, j: Judgement, codes: np.ndarray, fmt: str, figures: Mapp
         text = f"{name}{at} is {figures['observed']}"
         if "expected" in figures:
             text += f", expected {figures['expected']}"
-        if figures.get("worst_ratio") and j.ratio is not None:
-            text += f" (error {figures['worst_ratio']:.3g} times its bound)"
+        ratio = figures.get("worst_ratio")
+        if ratio and j.ratio is not None:
+            text += " (no error is allowed here)" if ratio >= LARGEST_RATIO else f" (error {ratio:.3g} times its bound)"
         parts.append(text)
         parts.append(f"{figures['wrong']} of {figures['elements']} elements are wrong")
     return "; ".join(parts) or f"{name} is wrong"

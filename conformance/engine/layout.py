@@ -95,10 +95,13 @@ class Expectation:
 
 @dataclass
 class StepPlan:
+    name: str
     call: CallSpec
     outs: tuple[str, ...]
     expects: tuple[Expectation, ...]
     structure: Any
+    refused: bool = False
+    """whether a misuse is planted in this step alone; the steps behind it must then still be right"""
 
 
 @dataclass
@@ -144,7 +147,8 @@ class Planner:
                  derived: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> None:
         self.op, self.problem, self.requirements, self.rank = op, problem, requirements, rank
         self.sizes = rank_sizes(problem, rank, derived)
-        self.overrides = overrides
+        self.given = overrides
+        self.overrides: Mapping[str, Any] = {}
         self.plan = RankPlan()
 
     def make(self) -> RankPlan:
@@ -156,6 +160,9 @@ class Planner:
     def step(self, step: Step) -> None:
         args: dict[str, Arg] = {}
         outs = []
+        own = {n.rpartition("/")[2]: v for n, v in self.given.items() if n.rpartition("/")[0] == step.name}
+        self.overrides = {n: v for n, v in self.given.items() if "/" not in n} | own
+        refused = any(n.startswith(f"{step.name}/") for n in self.given)
         active = {a.name for a in step.args if a.when(self.problem.variant)}
         for a in step.args:
             meant = a.name not in active or a.when(self.problem.variant)
@@ -167,12 +174,12 @@ class Planner:
                     outs.append(a.name)
         declared = {x.name for a in step.args for x in (a, *getattr(a, "parts", ()))}
         for name, value in self.overrides.items():
-            if name not in declared and step is self.op.steps[-1]:
+            if name not in declared and (refused or step is self.op.steps[-1]):
                 args[name] = self.extra(step, name, value)
         expects = tuple(self.expect(step, r) for r in step.returns)
         call = CallSpec(step.call, args, tuple(r.name for r in step.returns),
                         tuple(r.name for r in step.returns if r.kind == "token"))
-        self.plan.steps.append(StepPlan(call, tuple(outs), expects, structure_of(step.returns, expects)))
+        self.plan.steps.append(StepPlan(step.name, call, tuple(outs), expects, structure_of(step.returns, expects), refused))
 
     def argument(self, step: Step, a: Any) -> Arg:
         if isinstance(a, (In, Out)):
@@ -192,8 +199,8 @@ class Planner:
     def plain(self, step: Step, a: Value) -> Any:
         v = a.value
         if isinstance(v, Drawn):
-            return self.problem.values[a.name if not step.name or a.name in self.problem.values
-                                       else f"{step.name}/{a.name}"]
+            own = f"{step.name}/{a.name}"
+            return self.problem.values[own if own in self.problem.values else a.name]
         if isinstance(v, SizeOf):
             return self.sizes[v.name]
         if isinstance(v, From):
@@ -209,7 +216,7 @@ class Planner:
         form = p.layout.get(a.name, {})
         align = self.align_bytes(a.row_align)
         spec, row_bytes = strided(fmt, shape, resolve(a.major, p), axis_names(a.shape), align,
-                                  form.get("row_units", 1), row_bytes_extra)
+                                  form.get("row_units", 1), row_bytes_extra, form.get("rows_between", 0))
         offset = GUARD_BYTES + form.get("rows_before", 0) * row_bytes
         alias = getattr(a, "alias", None)
         if alias and a.alias_when(p.variant):
@@ -295,10 +302,11 @@ def structure_of(returns: tuple[Returned, ...], expects: tuple[Expectation, ...]
 
 
 def strided(fmt: str, shape: tuple[int, ...], major: str | int | None, axes: list[str], align: int, units: int,
-            extra_bytes: int) -> tuple[TensorSpec, int]:
+            extra_bytes: int, rows_between: int = 0) -> tuple[TensorSpec, int]:
     """The storage view of an array of codes, and the bytes of its row stride.
 
     The major axis lies side by side; the row stride is rounded up to `align` bytes, times `units`.
+    Between two slices of the slowest axis there are `rows_between` rows that belong to none.
     """
     f = FORMATS[fmt]
     item = f.itemsize_bytes
@@ -320,6 +328,8 @@ def strided(fmt: str, shape: tuple[int, ...], major: str | int | None, axes: lis
             row_bytes = least * units + (unit * (units - 1) if not align and units > 1 else 0) + extra_bytes
             row_bytes -= row_bytes % item
             step = row_bytes // item
+    if len(order) > 2:
+        strides[order[0]] += rows_between * (row_bytes // item)
     return TensorSpec(tuple(stored), tuple(strides), f.storage, fmt), row_bytes
 
 

@@ -106,6 +106,9 @@ class _CaseRun:
         reason = self.support.reason if not self.support.supported else variant_limit(self.support, case.variant)
         if not reason and case.op.ranks not in (1, *config.bench.description.ranks):
             reason = f"needs {case.op.ranks} ranks; this backend forms groups of {config.bench.description.ranks}"
+        if config.bench.inline and case.op.ranks > 1:
+            record.status, record.message = "skipped", "a group of ranks needs --isolation=process"
+            return
         if reason:
             record.status, record.message = "unsupported", reason
             record.domain = {"kind": self.support.kind if not self.support.supported else "limit"}

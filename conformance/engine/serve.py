@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from conformance.engine.inject import Injected
-from conformance.engine.wire import HEADER_BYTES, Arena, Closed, recv, send
+from conformance.engine.wire import HEADER_BYTES, Arena, Closed, recv, said, send
 from conformance.protocol import (
     Arg,
     Backend,
@@ -34,6 +34,13 @@ from conformance.protocol import (
 )
 
 PHASES = ("idle", "prepare", "compile", "enqueue", "execute", "compare", "teardown")
+MOST_LEAVES = 1000
+"""results of one call; a callee may return an endless one"""
+LONGEST_TEXT = 10_000
+
+
+class Unreadable(Exception):
+    """What a call returned raises when it is looked at."""
 
 
 def serve(sock: socket.socket, arena: Arena, backend_class: type[Backend], spec: Mapping[str, Any]) -> None:
@@ -57,6 +64,7 @@ class Server:
         self.injected = Injected(backend, spec["inject"]) if spec.get("inject") else None
         self.held: list[tuple[Any, int, int, bytes]] = []
         self.cursor = HEADER_BYTES
+        self.pid = os.getpid()
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         command = request["cmd"]
@@ -71,9 +79,14 @@ class Server:
         raise ValueError(msg)
 
     def call(self, op: str, kwargs: dict[str, Any], outs: list[str]) -> Any:
-        if self.injected:
-            return self.injected.run(op, kwargs, outs)
-        return self.backend.run(op, kwargs)
+        try:
+            if self.injected:
+                return self.injected.run(op, kwargs, outs)
+            return self.backend.run(op, kwargs)
+        finally:
+            if os.getpid() != self.pid:
+                # The callee forked and both sides came back: only one may answer.
+                os._exit(0)
 
     def phase(self, name: str, step: int = 0) -> None:
         self.arena.view[0] = PHASES.index(name)
@@ -90,21 +103,31 @@ class Server:
         try:
             out = run.go()
         except OutOfDeviceMemory as e:
-            out = {"oom": str(e)}
+            out = {"oom": said(e)}
         except MemoryError as e:
-            out = {"oom": f"the call ran out of host memory: {e}"}
+            out = {"oom": f"the call ran out of host memory: {said(e)}"}
         except DeviceLost as e:
-            out = {"lost": str(e)}
-        except Unrepresentable as e:
-            out = {"unrepresentable": str(e)}
+            out = {"lost": said(e)}
+        except Unreadable as e:
+            out = {"unreadable": str(e)}
         except BaseException as e:
-            out = {"exception": _described(e)}
+            # `unsupported` is for tensors that the runtime can't express; a call can't declare itself so.
+            before = isinstance(e, Unrepresentable) and self._phase == "prepare"
+            out = {"unrepresentable": said(e)} if before else {"exception": _described(e)}
         out["phase"], out["step"], out["compile_s"] = self._phase, run.step, run.compile_s
         out["run_s"] = time.perf_counter() - started - run.compile_s
         self.phase("teardown")
-        run.restore_settings()
-        for b in buffers:
-            self.backend.free(b)
+        try:
+            run.restore_settings()
+            # Here results are freed: a debugging allocator then tells what was written around them.
+            self.held = run.held if request.get("hold") else []
+            run.forget()
+            for b in buffers:
+                self.backend.free(b)
+        except BaseException as e:
+            if "steps" in out:
+                out.pop("steps")
+                out |= {"exception": _described(e), "phase": "teardown"}
         self.phase("idle")
         return out
 
@@ -116,6 +139,7 @@ class _Run:
         self.tensors: dict[tuple[int, int, str], Any] = {}
         self.tokens: dict[str, Any] = {}
         self.settings_before: dict[str, dict[str, Any]] = {}
+        self.held: list[Any] = []
         self.step = 0
         self.compile_s = 0.0
 
@@ -132,7 +156,9 @@ class _Run:
         watched = self.backend.poison_pool(request["poison"])
         modules = {raw["op"].partition(".")[0] for raw in request["steps"]}
         settings = {m: self.backend.get_settings(m) for m in modules}
-        held, steps = [], []
+        # The results of this run stay referenced until the next run is over: a callee
+        # that hands out the same memory twice then overwrites what its caller still holds.
+        held, steps = self.held, []
         for self.step, raw in enumerate(request["steps"]):
             server.phase("prepare", self.step)
             kwargs = {n: self.materialise(arg_from_json(a)) for n, a in raw["args"].items()}
@@ -145,7 +171,8 @@ class _Run:
             server.phase("execute", self.step)
             self.backend.synchronize()
             leaves: list[dict[str, Any]] = []
-            structure = self.flatten(result, raw.get("returns", []), leaves, held)
+            structure = self.read_result(result, raw.get("returns", []), leaves)
+            del result
             steps.append({"structure": structure, "leaves": leaves})
         self.backend.poison_pool(0)
         server.phase("compare")
@@ -157,11 +184,14 @@ class _Run:
         after = {m: self.backend.get_settings(m) for m in modules}
         out["settings_leak"] = sorted(f"{m}.{k}" for m in modules for k in {*settings[m], *after[m]}
                                       if settings[m].get(k) != after[m].get(k))
-        # The results of this run stay referenced until the next run is over: a callee
-        # that hands out the same memory twice then overwrites what its caller still holds.
-        server.held = held if request.get("hold") else []
         out["arena_bytes"] = self.arena.nbytes
         return out
+
+    def forget(self) -> None:
+        """Drop every reference to this run's tensors."""
+        self.tokens.clear()
+        self.tensors.clear()
+        self.held = []
 
     def restore_settings(self) -> None:
         for module, before in self.settings_before.items():
@@ -184,10 +214,23 @@ class _Run:
             return self.tokens[arg.name]
         raise TypeError(arg)
 
+    def read_result(self, value: Any, names: list[str], leaves: list[dict[str, Any]]) -> Any:
+        """Structure and leaves of what a call returned. Raises Unreadable for what can't be looked at."""
+        try:
+            return self.flatten(value, names, leaves, self.held)
+        except (MemoryError, OutOfDeviceMemory, DeviceLost):
+            raise
+        except BaseException as e:
+            msg = f"what was returned can't be read: {said(e)}"
+            raise Unreadable(msg) from e
+
     def flatten(self, value: Any, names: list[str], leaves: list[dict[str, Any]], held: list[Any]) -> Any:
         """Append the leaves of a result depth first; returns its structure with a letter a leaf."""
         if isinstance(value, (tuple, list)):
             return [self.flatten(v, names, leaves, held) for v in value]
+        if len(leaves) >= MOST_LEAVES:
+            msg = f"more than {MOST_LEAVES} results"
+            raise ValueError(msg)
         name = names[len(leaves)] if len(leaves) < len(names) else ""
         # A later step may take any of these, tensors too, as the very object that came back.
         self.tokens[name] = value
@@ -199,7 +242,9 @@ class _Run:
         if value is None:
             return {"kind": "none"}
         if isinstance(value, (bool, int, float, str)):
-            return {"kind": type(value).__name__, "value": value}
+            long = (isinstance(value, str) and len(value) > LONGEST_TEXT) or (
+                isinstance(value, int) and value.bit_length() > 64)
+            return {"kind": type(value).__name__, "value": None if long else value}
         for (buffer, offset, _), tensor in self.tensors.items():
             if tensor is value:
                 return {"kind": "argument", "buffer": buffer, "offset_bytes": offset}
@@ -257,7 +302,8 @@ def _described(e: BaseException) -> dict[str, Any]:
     frames = traceback.extract_tb(e.__traceback__)[-4:]
     where = [f"{os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames]
     mro = [c.__name__ for c in type(e).__mro__ if c is not object]
-    return {"type": type(e).__name__, "mro": mro, "message": str(e)[:2000], "where": where}
+    name = type(e).__name__
+    return {"type": name, "mro": mro, "message": said(e).removeprefix(f"{name}: "), "where": where}
 
 
 def start(sock_fd: int, arena_fd: int, backend_class: type[Backend], spec: Mapping[str, Any]) -> None:
