@@ -9,17 +9,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from conformance.backend_class import known_backends
+from conformance.catalogue.load import MODULES, functions
+from conformance.engine.executor import end_group, ended
 from conformance.engine.limits import check_limits
-from conformance.identity import unknown
-from conformance.protocol import Description, description_from_json
+from conformance.identity import nearest, unknown
+from conformance.model import Op
+from conformance.protocol import Description, Support, description_from_json, unsupported
 
 ROOT = Path(__file__).resolve().parents[1]
 DESCRIBE_TIMEOUT_S = 120.0
+MALFORMED = "its description is malformed: "
 
 
 class UnknownBackend(Exception):
@@ -44,11 +51,55 @@ def describe(name: str, options: Mapping[str, str]) -> Description:
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         msg = f"backend {name}: its description is malformed: {type(e).__name__}: {e}"
         raise BackendUnusable(msg) from e
-    wrong = check_limits(description)
-    if wrong:
-        msg = f"backend {name}: its description is malformed: {'; '.join(wrong[:5])}"
-        raise BackendUnusable(msg)
-    return description
+    return without_malformed(description)
+
+
+def without_malformed(description: Description) -> Description:
+    """The description with every op whose limits make no sense told as unsupported; the rest goes on."""
+    ops = dict(description.ops)
+    for pattern, support in description.ops.items():
+        wrong = check_limits(replace(description, ops={pattern: support})) or list(_mistyped(support))
+        if wrong:
+            ops[pattern] = unsupported(MALFORMED + "; ".join(w.removeprefix(f"{pattern}: ") for w in wrong[:3]))
+    return replace(description, ops=ops)
+
+
+def _mistyped(support: Support) -> Iterator[str]:
+    for row in support.limits:
+        for test, value in row.items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if test == "in" and not isinstance(value, (list, tuple)):
+                yield f"{row['field']}: `in` takes a list, got {value!r}"
+            if test in ("lt", "le", "ge", "multiple_of") and not (number and (test != "multiple_of" or value)):
+                yield f"{row['field']}: `{test}` takes a number, got {value!r}"
+
+
+def complaints(description: Description, declared: Iterable[Op]) -> list[str]:
+    """What a description says that can't be meant: unknown ops, unknown fields, malformed limits. A sentence each."""
+    ops = list(declared)
+    known = {f.name for m in MODULES for f in functions(m)} | {op.name for op in ops}
+    out = []
+    for pattern, support in description.ops.items():
+        if support.reason.startswith(MALFORMED):
+            out.append(f"{pattern}: {support.reason}")
+        elif not any(fnmatchcase(n, pattern) for n in known):
+            close = nearest(pattern, known)
+            out.append(f"{pattern}: no op of the catalogue{'; ' + close if close else ''}")
+        mine = [op for op in ops if fnmatchcase(op.name, pattern)]
+        fields = {f for op in mine for f in _fields(op)}
+        out.extend(f"{pattern}: a limit on {row['field']!r}, which is no variant key, size, value or <arg>.row_bytes"
+                   for row in support.limits if mine and row["field"] not in fields)
+    return out
+
+
+def _fields(op: Op) -> Iterator[str]:
+    yield from op.variants
+    yield from op.sizes
+    for step in op.steps:
+        for a in step.args:
+            for part in (a, *getattr(a, "parts", ())):
+                yield from (part.name, f"{part.name}.row_bytes", f"{step.name}/{part.name}")
+    yield from (s.name for s in op.settings)
 
 
 def doctor(name: str, options: Mapping[str, str], device: str = "0") -> dict[str, Any]:
@@ -58,20 +109,41 @@ def doctor(name: str, options: Mapping[str, str], device: str = "0") -> dict[str
 
 
 def _ask(what: str, name: str, options: Mapping[str, str], device: str = "0") -> dict[str, Any]:
-    argv = [sys.executable, "-m", "conformance.engine.ask", what, name, device, json.dumps(dict(options))]
+    argv = [sys.executable, "-m", "conformance.engine.ask", what, name, device, json.dumps(dict(options)),
+            str(os.getpid())]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.getcwd(), os.environ.get("PYTHONPATH", "")])}
-    try:
-        done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DESCRIBE_TIMEOUT_S,
-                              stdin=subprocess.DEVNULL, check=False)
-    except subprocess.TimeoutExpired as e:
-        msg = f"backend {name}: {what} gave no answer within {DESCRIBE_TIMEOUT_S:.0f} s"
-        raise BackendUnusable(msg) from e
-    last = done.stdout.strip().splitlines()[-1:] or [""]
-    try:
-        answer = json.loads(last[0])
-    except ValueError:
-        answer = {"error": f"the process ended with code {done.returncode}\n{done.stderr.strip()[-1500:]}"}
+    # Files, not pipes: a process that the backend leaves behind may hold a pipe open for ever.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        proc = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=out, stderr=err, stdin=subprocess.DEVNULL,
+                                start_new_session=True)
+        try:
+            in_time = ended(proc.pid, DESCRIBE_TIMEOUT_S)
+        finally:
+            end_group(proc)
+        if not in_time:
+            msg = f"backend {name}: {what} gave no answer within {DESCRIBE_TIMEOUT_S:.0f} s"
+            raise BackendUnusable(msg)
+        printed, told = _text(out), _text(err)
+    answer = next(filter(None, map(_answer, reversed(printed.splitlines()))), None)
+    if answer is None:
+        answer = {"error": f"the process ended with code {proc.returncode}\n{told.strip()[-1500:]}"}
     if "error" in answer:
         msg = f"backend {name} can't be used: {answer['error']}"
         raise BackendUnusable(msg)
     return answer["answer"]
+
+
+def _text(file: Any) -> str:
+    file.seek(0, os.SEEK_END)
+    file.seek(max(file.tell() - (4 << 20), 0))
+    return file.read().decode(errors="replace")
+
+
+def _answer(line: str) -> dict[str, Any] | None:
+    """The answer on a line; a backend may print others before it, and after."""
+    try:
+        raw = json.loads(line)
+    except ValueError:
+        return None
+    good = isinstance(raw, dict) and (isinstance(raw.get("answer"), dict) or isinstance(raw.get("error"), str))
+    return raw if good else None

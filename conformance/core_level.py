@@ -1,8 +1,8 @@
 """Writes `cases/levels/core.json`, the checked-in core level: python -m conformance.core_level
 
-Every case of the full level, with up to 8 size assignments each: the numbers that decide
-code paths, as far as they fit the level's work, dealt out over an op's cases so that each
-number occurs in several of them.
+Every case of the full level whose variant the op's `core` admits, with a few size assignments
+each: the numbers that decide code paths, as far as they fit the level's work, dealt out over an
+op's cases so that each number occurs in several of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def fitting(case: Case) -> list[dict[str, Any]]:
     """The assignments that the op's contract and the level's work admit."""
     out = []
     for assignment in default_sizes(case):
-        sizes = {**case.op.sample, **assignment}
+        sizes = {**case.op.sample, **case.op.beside(assignment), **assignment}
         values = {name: choices[0] for name, choices in values_of(case.op, case.variant)}
         p = Problem(case.op.name, case.variant, sizes, values, case.op.families[0], 0)
         if case.op.fits(p) and work(case.op, p) <= EFFORTS["core"].max_work:
@@ -36,6 +36,8 @@ def rows() -> list[dict[str, Any]]:
     turn: dict[str, int] = {}
     out = []
     for case in all_cases():
+        if case.check != "rejects" and not case.op.core(case.variant):
+            continue
         row: dict[str, Any] = {"op": case.op.name, "variant": dict(case.variant), "check": case.check}
         usable = fitting(case)
         if usable:

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from conformance.collect import UsageError
-from conformance.journal import Journal
+from conformance.journal import Journal, differing, lost_evidence
+from conformance.progress import bad_line
 from conformance.results import BadLine, Record, exit_code, read_lines, read_run
-
-SAME = ("schema_version", "backend", "backend_options", "level", "seed", "description", "claim")
-"""fields of run.json in which shards of one run agree"""
 
 
 def merge_runs(shards: list[Path], out: Path) -> tuple[str, int]:
@@ -24,10 +22,10 @@ def merge_runs(shards: list[Path], out: Path) -> tuple[str, int]:
     bad: list[BadLine] = [b for r in runs for b in r.bad]
     first = runs[0].info
     for run in runs[1:]:
-        for field in SAME:
-            if run.info.get(field) != first.get(field):
-                msg = f"{run.path} is no shard of the run in {runs[0].path}: {field} differs"
-                raise UsageError(msg)
+        field = differing(first, run.info)
+        if field:
+            msg = f"{run.path} is no shard of the run in {runs[0].path}: they differ in {field}"
+            raise UsageError(msg)
     records: dict[str, Record] = {}
     for run in runs:
         for case_id, record in run.records.items():
@@ -47,6 +45,7 @@ def merge_runs(shards: list[Path], out: Path) -> tuple[str, int]:
         if (run.path / "artifacts").is_dir():
             shutil.copytree(run.path / "artifacts", out / "artifacts", dirs_exist_ok=True)
     journal.close(records.values(), info)
-    lines = [f"not readable: {b.file} line {b.line}: {b.why}" for b in bad[:5]]
+    bad.extend(lost_evidence(out, records.values()))
+    lines = [bad_line(b) for b in bad[:5]]
     lines.append(f"{len(records)} cases of {len(runs)} shards in {out}")
     return "\n".join(lines), exit_code(records.values())

@@ -175,8 +175,8 @@ class In:
     group). major: name of the axis whose elements lie side by side, or its number (default the last).
     row_align: bytes that the row stride must be a multiple of (or a function of the variant). forms: of `padded`
     (longer row stride), `apart` (rows that belong to nobody between two slices of the first axis) and `offset`
-    (first row not the buffer's first), what the contract allows. data: makes the codes, for control arrays; families make all others.
-    shapes: its contents decide the shape of a result, so a decoy keeps them.
+    (first row not the buffer's first), what the contract allows. data: makes the codes, for control arrays; families
+    make all others. shapes: its contents decide the shape of a result, so a decoy keeps them.
     role: in | inout | accumulate | scratch | undefined_after; what stands in an inout or
     accumulate array afterwards is a result. alias: argument whose storage it shares.
     part of a tuple argument: see Tup.
@@ -305,7 +305,8 @@ class Step:
 class Misuse:
     """A call that must be refused. Overrides of arguments by name.
 
-    An override is a plain value, or {"format": .., "shape": .., "row_bytes_extra": ..} for an array.
+    An override is a plain value, or {"dtype": .., "shape": .., "row_bytes_extra": ..} for an array, or a function of
+    problem and rank that gives either. {"fill": ..} keeps the form and names a family, or makes the codes of a draw.
     Named `step/argument` it is about that step alone: the call of that step must be refused, all others be right.
     kind: universal (must raise), limit (may return if right), trap (may raise or kill
     the process, a returned result fails). variant: the keys it needs.
@@ -364,10 +365,18 @@ class Op:
     laws: tuple[Relation, ...] = ()
     rejects: tuple[Misuse, ...] = ()
     cost: Callable[[Problem], Cost] | None = None
-    repeatable: bool = True
-    """the same call gives the same bits; where not, it gives another right answer"""
+    repeatable: bool | VariantFn = True
+    """whether (or for which variants) the same call gives the same bits; where not, it gives another right answer"""
+    beside: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda assigned: {}
+    """sizes that go with an explicit assignment, where the sample's would hide what it is about"""
+    gives_way: Callable[[Problem], str] = lambda problem: ""
+    """the size that a drawn problem larger than usual is to have halved; problems of explicit sizes stay as they are"""
     sample: Mapping[str, Any] = field(default_factory=dict)
     """sizes of a small ordinary problem, for misuse and examples"""
+    core: VariantFn = ALWAYS
+    """variants that the core level has; the others wait for the full one"""
+    values_only: VariantFn = lambda v: False
+    """variants that no check but `values` takes: what sets them apart (data, a function) can't matter to others"""
     settings: tuple[Value, ...] = ()
     """process-wide settings of the module under which the call is made; a problem's `values` name them"""
 

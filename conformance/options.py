@@ -77,7 +77,7 @@ def check_usage(*, level: str, modules: list[str], checks: list[str], queries: l
     if resume and not run_dir:
         msg = "--resume needs the --run-dir of the run to go on with"
         raise UsageError(msg)
-    ids = [c.id for c in all_cases()] if queries else []
+    ids = [c.id for c in all_cases(modules)] if queries else []
     for q in queries:
         if not any(matches(q, i) for i in ids):
             raise UsageError(unknown("case", q, ids, limit=5))

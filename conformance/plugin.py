@@ -22,20 +22,21 @@ import pytest
 
 from conformance import backends, waivers
 from conformance.bench import THREAD_VARIABLES
-from conformance.collect import ROOT, UsageError, cases_at, ops_by_file
+from conformance.collect import ROOT, UsageError, cases_at, ops, ops_by_file
 from conformance.engine.attempt import Bench
 from conformance.engine.executor import ArenaPool, Launcher
 from conformance.engine.run import EFFORTS, Config, run_case
 from conformance.engine.wire import die_with_parent
 from conformance.identity import matches
-from conformance.journal import Journal, RunDirError, WorkerLog
+from conformance.journal import Journal, RunDirError, WorkerLog, differing
 from conformance.model import Case, Problem
 from conformance.options import OPTIONS, backend_options, check_usage, shard_of, split
-from conformance.progress import Progress
+from conformance.progress import Progress, bad_line
 from conformance.protocol import description_from_json, description_to_json
 from conformance.results import (
     EXIT_INCONCLUSIVE,
     EXIT_INTERNAL,
+    EXIT_NOTHING_RUN,
     SCHEMA_VERSION,
     Record,
     exit_code,
@@ -43,6 +44,7 @@ from conformance.results import (
     verdict_of,
 )
 
+RUN_DIR_ERROR = "conformance run directory"
 SURVIVING_DIST = ("no", "load", "worksteal")
 _RUN = pytest.StashKey["Run"]()
 
@@ -82,7 +84,9 @@ def check_roots() -> None:
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     with contextlib.suppress(ValueError):
         relative = file_path.relative_to(ROOT / "cases").as_posix()
-        if relative in ops_by_file():
+        module = relative.partition("/")[0]
+        chosen = split(parent.config.getoption("--module"))
+        if (not chosen or module in chosen) and relative in ops_by_file((module,)):
             if not parent.config.getoption("--backend"):
                 msg = "cases need a backend: add --backend=cpu (tests of the suite itself: pytest tests)"
                 raise pytest.UsageError(msg)
@@ -95,7 +99,8 @@ class CaseFile(pytest.File):
 
     def collect(self) -> Iterator[pytest.Item]:
         run = self.config.stash[_RUN]
-        names = {op.name for op in ops_by_file()[self.path.relative_to(ROOT / "cases").as_posix()]}
+        relative = self.path.relative_to(ROOT / "cases").as_posix()
+        names = {op.name for op in ops_by_file((relative.partition("/")[0],))[relative]}
         for case in run.selected():
             if case.op.name in names:
                 yield CaseItem.from_parent(self, name=case.id, case=case)
@@ -118,8 +123,12 @@ class CaseItem(pytest.Item):
         self.record: Record | None = None
 
     def runtest(self) -> None:
-        self.record = self.config.stash[_RUN].execute(self.case)
-        record = self.record
+        try:
+            self.record = record = self.config.stash[_RUN].execute(self.case)
+        except RunDirError as e:
+            # The controller ends the run: what no disk takes need not be tried.
+            self.user_properties.append((RUN_DIR_ERROR, str(e)))
+            raise
         self.user_properties.append(("conformance", {"id": record.id, "status": record.status,
                                                      "verdict": record.verdict}))
         if record.status in ("unsupported", "skipped", "not_run"):
@@ -130,6 +139,8 @@ class CaseItem(pytest.Item):
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
         if isinstance(excinfo.value, CaseFailed):
             return told(excinfo.value.record)
+        if isinstance(excinfo.value, RunDirError):
+            return str(excinfo.value)
         return str(super().repr_failure(excinfo, style))
 
     def reportinfo(self) -> tuple[Path, int, str]:
@@ -205,7 +216,7 @@ class Worker(Run):
         super().__init__(config)
         self.done = frozenset(handed["done"])
         if getattr(config, "workerinput", None):
-            die_with_parent()
+            die_with_parent(handed["controller"])
         self.name = os.environ.get("PYTEST_XDIST_WORKER", "main")
         self.run_dir = Path(handed["run_dir"])
         self.handed = handed
@@ -252,10 +263,7 @@ class Worker(Run):
             record.waiver = waivers.described(record.id, self.waivers)
         required = case.op.name in self.handed["claimed"]
         record.verdict = verdict_of(record.status, record.expectation, required=required).value
-        try:
-            self._log.result(record)
-        except RunDirError as e:
-            pytest.exit(str(e), returncode=EXIT_INTERNAL)
+        self._log.result(record)
         return record
 
     def pytest_sessionfinish(self) -> None:
@@ -280,6 +288,9 @@ class Controller(Worker):
             os.environ[variable] = "1"
         self.progress: Progress | None = None
         self.lost: dict[str, str] = {}
+        self.broken = ""
+        """why the run directory takes no more"""
+        self.failures, self.interrupted = 0, False
         waiver_file = o("--waivers")
         waiver_text = ""
         if waiver_file:
@@ -298,11 +309,21 @@ class Controller(Worker):
             "done": sorted(self.journal.done) if self.journal else [],
             "run_dir": str(self.journal.path.resolve()) if self.journal else "",
             "description": description_to_json(description), "waivers": waiver_text,
-            "claimed": claimed_ops(o("--claim")), "fixed": fixed,
+            "claimed": claimed_ops(o("--claim")), "fixed": fixed, "controller": os.getpid(),
         }
         Worker.__init__(self, config, handed)
         self.info = run_info(self, description, planned)
+        self.complaints = backends.complaints(description, ops(self.modules))
         if self.journal:
+            before = self.journal.before
+            if before:
+                field = differing(before, self.info)
+                if field:
+                    self.journal.release()
+                    msg = f"--resume: the run in {self.journal.path} began otherwise; it differs in {field}"
+                    raise UsageError(msg)
+                self.info["planned"] = list(dict.fromkeys([*before.get("planned", ()), *planned]))
+                self.info["started"] = before.get("started", self.info["started"])
             self.journal.write_info(self.info)
 
     def pytest_configure_node(self, node: Any) -> None:
@@ -313,7 +334,9 @@ class Controller(Worker):
         where = f", run directory {self.journal.path}" if self.journal else ""
         more = f", {len(self.done)} done before" if self.done else ""
         seed = self.config.getoption("--seed")
-        return f"conformance: backend {self.backend}, level {self.level}, seed {seed}{more}{where}"
+        lines = [f"conformance: backend {self.backend}, level {self.level}, seed {seed}{more}{where}"]
+        lines += [bad_line(b) for b in (self.journal.bad[:5] if self.journal else ())]
+        return "\n".join(lines)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
@@ -334,6 +357,13 @@ class Controller(Worker):
         if self.progress is None:
             self.pytest_collection_finish(None)  # type: ignore[arg-type]
         found = _property(report)
+        self.failures += bool(report.failed)
+        if not self.broken and (why := _property(report, RUN_DIR_ERROR)):
+            self.broken = why
+            for loop in (self.session, self.config.pluginmanager.getplugin("dsession")):
+                if loop is not None:
+                    loop.shouldstop = why
+            return
         if report.when == "call" and found is not None and self.progress is not None:
             self.progress.done(found["verdict"])
         elif report.failed and "::" in report.nodeid and found is None:
@@ -345,12 +375,29 @@ class Controller(Worker):
         if self.journal is None:
             return
         self.records = self.final_records()
-        with contextlib.suppress(OSError):
+        try:
             self.journal.close(self.records.values(), self.info)
-        kept = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
-        if exitstatus in kept or session.exitstatus in kept:
+        except RunDirError as e:
+            self.broken = self.broken or str(e)
+        if self.broken:
+            session.exitstatus = EXIT_INTERNAL
             return
-        session.exitstatus = exit_code(self.records.values())
+        # A run that -x or --maxfail ended was not interrupted: its verdict is that of what it found.
+        maxfail = self.config.getoption("maxfail") or 0
+        enough = not self.interrupted and 0 < maxfail <= self.failures
+        kept = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
+        if not enough and (exitstatus in kept or session.exitstatus in kept):
+            return
+        code = exit_code(self.records.values())
+        if code == EXIT_NOTHING_RUN and self.complaints:
+            code = EXIT_INCONCLUSIVE
+        session.exitstatus = code
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self.session = session
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.interrupted = excinfo.type is KeyboardInterrupt
 
     def final_records(self) -> dict[str, Record]:
         """Every planned case: what stands in the directory, else why it has no record."""
@@ -373,11 +420,16 @@ class Controller(Worker):
             return
         from conformance.summary import write_summary
 
+        if self.broken:
+            terminalreporter.write_line(self.broken)
+            return
+        for c in self.complaints[:10]:
+            terminalreporter.write_line(f"the description of {self.backend} names {c}")
         write_summary(terminalreporter, self.journal.path, self.records, self.journal.bad, self.waivers)
 
 
-def _property(report: Any) -> Any:
-    return next((v for k, v in getattr(report, "user_properties", ()) if k == "conformance"), None)
+def _property(report: Any, key: str = "conformance") -> Any:
+    return next((v for k, v in getattr(report, "user_properties", ()) if k == key), None)
 
 
 def _read_problems(run: str | None) -> dict[str, list[Any]] | None:

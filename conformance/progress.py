@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from conformance.results import BadLine
+
 LOG_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.2
 
@@ -46,6 +48,11 @@ class Progress:
         width = self.reporter._tw.fullwidth - 1
         on = " | ".join(f.read_text()[:60] for f in sorted(self.run_dir.glob("now-*")) if f.exists())
         self.reporter.rewrite(f"{text}  {on}"[:width].ljust(width), erase=True)
+
+
+def bad_line(b: BadLine) -> str:
+    """A line about what can't be used."""
+    return f"not usable: {b.file}{f' line {b.line}' if b.line else ''}: {b.why}"
 
 
 def duration(s: float) -> str:

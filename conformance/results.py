@@ -98,6 +98,7 @@ class Record:
     duration_s: dict[str, float] = field(default_factory=dict)
     numerics: dict[str, Any] = field(default_factory=dict)
     vacuity: float | None = None
+    """share of elements that the results of other data would have failed; 0 where nothing could fail"""
     perf: dict[str, Any] | None = None
     waiver: dict[str, Any] | None = None
     """reason, issue and expiry of the waiver that was applied"""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance.progress import duration
+from conformance.progress import bad_line, duration
 from conformance.results import BadLine, Record
 from conformance.waivers import unmatched
 from reports.matrix import write_all
@@ -24,7 +24,7 @@ def write_summary(reporter: Any, run_dir: Path, records: Mapping[str, Record], b
     line = reporter.write_line
     reporter.section("conformance")
     for b in list(bad)[:5]:
-        line(f"not readable: {b.file} line {b.line}: {b.why}")
+        line(bad_line(b))
     try:
         text = write_all([run_dir], run_dir / "matrix")
     except OSError as e:

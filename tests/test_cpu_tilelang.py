@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from adapters.cpu.kernels.knobs import Knobs
-from adapters.cpu.tilelang import FAULTS, OPS, Adapter, preload
+from adapters.cpu.support import TILELANG
+from adapters.cpu.tilelang import FAULTS, Adapter, preload
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -208,7 +209,7 @@ CALLS: dict[str, tuple[Callable[..., bool], tuple[tuple[Any, ...], ...]]] = {
     "reduce": (reduce, (("sum",), ("max",), ("absmax",), ("sum", 1, F), ("bitxor", 0, F, "int32"),
                         ("sum", 1, T, "float32", (5, 0)), ("sum", 1, F, "float32", (33, 64)))),
     "elementwise": (elementwise, tuple((f,) for f in next(
-        row["in"] for row in OPS["tilelang.elementwise"].limits if row["field"] == "function"))),
+        row["in"] for row in TILELANG["tilelang.elementwise"].limits if row["field"] == "function"))),
     "arithmetic": (arithmetic, (*(("int32", f) for f in INTEGER), *((d, f) for d in ("float32", "float16")
                                 for f in ("add", "sub", "mul", "div", "max", "min")))),
     "clamp": (clamp, ((-1.25, 2.0), (2.0, -1.25))),
@@ -309,7 +310,7 @@ def test_tables_agree() -> None:
     named = {k.partition("=")[2] for r in TABLE["fault"] for k in r["knobs"].split(",") if k.startswith("fault=")}
     assert named == set(FAULTS)
     assert set(SHOWS) == {r["name"] for r in TABLE["fault"]}
-    assert {o.removeprefix("tilelang.") for o in OPS} == set(CALLS)
+    assert {o.removeprefix("tilelang.") for o in TILELANG} == set(CALLS)
     assert all(callable(getattr(Adapter, op)) for op in CALLS)
     assert {args[0] for args in CALLS["elementwise"][1]} == set(programs.FUNCTIONS) - target.CPU.missing
 
@@ -369,6 +370,39 @@ def test_children_compile_and_share(tmp_path: Path) -> None:
     assert len(libraries) == 1
     assert in_child(lambda: child(compile_s / 2)) == 0
     assert {p: p.stat().st_mtime_ns for p in kept()} == libraries
+
+
+def test_children_compile_the_same_program_at_once(tmp_path: Path) -> None:
+    """Workers share the folder: three children compile together, a fourth dies at it, a later one loads the program."""
+    options = {"cache_dir": str(tmp_path)}
+    preload(options)
+
+    def child(tile: int) -> bool:
+        a = Adapter(SimpleNamespace(options=options, knobs=Knobs()))
+        x = torch.arange(-50.0, 50)
+        a.clamp(x, x, low=-1.0, high=2.0, tile=tile)
+        return (x.min(), x.max()) == (-1, 2)
+
+    ready, go = os.pipe()
+    pids = []
+    for dies in (False, False, False, True):
+        pid = os.fork()
+        if pid == 0:
+            os.close(go)
+            os.read(ready, 1)  # ends for all of them when the parent closes its side
+            if dies:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            with contextlib.suppress(BaseException):
+                os._exit(0 if child(40) else 1)
+            os._exit(1)
+        pids.append(pid)
+    os.close(go)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    os.close(ready)
+    assert codes[:3] == [0, 0, 0]
+    assert in_child(lambda: child(40)) == 0
+    assert len(list(tmp_path.rglob("kernel_lib.so"))) == 1
 
 
 # Faults of TileLang 0.1.15 itself. They stay visible: strict, so that a mended release is noticed.

@@ -332,13 +332,18 @@ def test_extremes_with_nan_zeros_and_the_lowest_integer():
     values = {"free": [9, 9, 0, -INF], "drop": [3, NAN, -0.0, -INF], "propagate": [NAN, NAN, 0.0, -INF]}
     for rule, got in values.items():
         assert ok(reduced(rows, "fp32", "max", profile={"reduce_nan": rule}), codes(got, "fp32"), "fp32"), rule
-    assert bad(reduced(rows, "fp32", "max"), codes([0, 0, 1, 0], "fp32"), "fp32") == [[2], [3]]
+        assert ok(reduced(rows, "fp32", "max"), codes(got, "fp32"), "fp32") is (rule != "free"), rule
+    free = reduced(rows, "fp32", "max", profile={"reduce_nan": "free"})
+    assert bad(free, codes([0, 0, 1, 0], "fp32"), "fp32") == [[2], [3]]
+    with pytest.raises(ValueError, match="reduce_nan"):
+        reduced(rows, "fp32", "max", profile={"reduce_nan": "drops"})
     drop = reduced(rows, "fp32", "max", profile={"reduce_nan": "drop"})
     assert bad(drop, codes([NAN, 1, 0, -INF], "fp32"), "fp32") == [[0]]
     keep = reduced(rows, "fp32", "max", profile={"reduce_nan": "propagate"})
     assert bad(keep, codes([3, NAN, 0, -INF], "fp32"), "fp32") == [[0]]
     assert reduced(codes([[-128, 5]], "int8"), "int8", "absmax").unspecified.all()
-    assert reduced(codes([[1.0]], "fp32"), "fp32", "absmax", seed=codes([-2.0], "fp32")).unspecified.all()
+    seeded = reduced(codes([[1.0]], "fp32"), "fp32", "absmax", seed=codes([-2.0], "fp32"))
+    assert all(ok(seeded, codes([v], "fp32"), "fp32") for v in (1, 2, -2)), "whether the seed counts by size is free"
 
 
 @pytest.mark.parametrize("kind", ["bitand", "bitor", "bitxor", "sum"])
@@ -486,14 +491,19 @@ def test_float_operators_round_once(fmt, function):
     assert set(map(tuple, bad(e, off, fmt))) == set(map(tuple, np.argwhere(finite)))
 
 
-def test_float_max_and_min_leave_nan_and_zero_signs_open():
+def test_float_max_and_min_have_one_rule_for_nan_and_leave_zero_signs_open():
     a, b = codes([1, NAN, 2, NAN, 0.0, INF], "fp32"), codes([2, 1, NAN, NAN, -0.0, -INF], "fp32")
+    rules = {"drop": [2, 1, 2, NAN, 0.0, INF], "propagate": [2, NAN, NAN, NAN, -0.0, INF],
+             "by order": [2, 1, NAN, NAN, 0.0, INF]}  # fmt: skip
+    right = {"consistent": {"drop", "propagate"}, "drop": {"drop"}, "propagate": {"propagate"}, "free": set(rules)}
+    for rule, good in right.items():
+        e = binary(a, b, "fp32", "max", {"max_nan": rule})
+        assert {name for name, got in rules.items() if ok(e, codes(got, "fp32"), "fp32")} == good, rule
+        assert len(bad(e, codes([1, 2, 1, 0, 1, -INF], "fp32"), "fp32")) == 6
     e = binary(a, b, "fp32", "max")
-    for got in ([2, 1, 2, NAN, 0.0, INF], [2, NAN, NAN, NAN, -0.0, INF]):
-        assert ok(e, codes(got, "fp32"), "fp32")
-    assert bad(e, codes([1, 2, 1, 0, 1, -INF], "fp32"), "fp32") == [[i] for i in range(6)]
+    assert bad(e, codes(rules["by order"], "fp32"), "fp32") in ([[1]], [[2]])
     low = binary(a, b, "fp32", "min")
-    assert ok(low, codes([1, 1, NAN, NAN, 0.0, -INF], "fp32"), "fp32")
+    assert ok(low, codes([1, 1, 2, NAN, 0.0, -INF], "fp32"), "fp32")
 
 
 def c_quotient(x: int, y: int) -> int:
@@ -565,6 +575,26 @@ def test_float_casts_agree_with_torch_and_round_once():
     wide = np.array([1 + 2.0**-24 + 2.0**-50, 1e39, -1e-46])
     assert ok(casted(wide, "fp64", "fp32"), codes(wide, "fp32"), "fp32")
     assert not ok(casted(wide, "fp64", "fp32"), np.array([1, INF, -0.0], np.float32), "fp32"), "through too few bits"
+
+
+def test_casts_round_once_unless_declared():
+    """Just above the half-way point of 1 and its neighbour, which single precision takes for a tie."""
+    for out, p in (("fp16", 11), ("bf16", 8)):
+        x = np.array([1 + 2.0**-p + 2.0**-40, -(1 + 2.0**-p + 2.0**-40)])
+        once, twice = codes([1 + 2.0 ** (1 - p), -(1 + 2.0 ** (1 - p))], out), codes([1, -1], out)
+        assert ok(casted(x, "fp64", out), once, out)
+        assert bad(casted(x, "fp64", out), twice, out) == [[0], [1]]
+        loose = casted(x, "fp64", out, {"cast_steps": "through_fp32"})
+        assert ok(loose, once, out)
+        assert ok(loose, twice, out)
+
+
+def test_casts_to_bool():
+    x = codes([0.0, -0.0, 1, -0.25, NAN, INF, 1e-45], "fp32")
+    e = casted(x, "fp32", "bool")
+    assert ok(e, np.array([False, False, *[True] * 5]), "bool")
+    assert bad(e, np.array([False, False, True, False, *[True] * 3]), "bool") == [[3]], "through an integer"
+    assert ok(casted(np.array([0, 256], np.int32), "int32", "bool"), np.array([False, True]), "bool")
 
 
 def test_fp8_casts_saturate():

@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any
 
 from adapters.cpu.kernels.knobs import Knobs
-from conformance.protocol import Support, supported
 
 _PROGRAMS = "adapters.upstream.tilelang_programs"
 _ACCUMULATORS = {"int8": "int32", "uint8": "int32", "float64": "float64"}
@@ -49,46 +48,6 @@ FAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "cast_through_fp16": {"cast": {"how": "through_fp16"}},
 }
 """`Knobs.fault` -> program -> what it is built with instead; `cases/tilelang/faults.toml` describes each."""
-
-_FLOATS = ("fp32", "fp16", "fp64")
-_INTS = ("int8", "uint8", "int16", "int32", "int64")
-OPS: dict[str, Support] = {
-    "tilelang.copy": supported(limits=({"field": "dtype", "in": _FLOATS + _INTS},), compile_key=("dtype", "fill")),
-    "tilelang.transpose": supported(limits=({"field": "dtype", "in": _FLOATS + _INTS},), compile_key=("dtype",)),
-    "tilelang.gather": supported(limits=({"field": "dtype", "in": _FLOATS + _INTS},), compile_key=("dtype",)),
-    "tilelang.atomic_add": supported(
-        limits=({"field": "dtype", "in": ("fp32", "fp16", "int32")},), compile_key=("dtype",)
-    ),
-    "tilelang.gemm": supported(
-        limits=({"field": "dtype", "in": ("fp32", "fp16", "fp64", "int8")},),
-        compile_key=("dtype", "out", "transpose_a", "transpose_b", "init"),
-    ),
-    "tilelang.reduce": supported(
-        limits=({"field": "dtype", "in": _FLOATS + _INTS},), compile_key=("dtype", "kind", "dim", "clear")
-    ),
-    "tilelang.elementwise": supported(
-        limits=(
-            {"field": "dtype", "in": ("fp32", "fp64")},
-            {
-                "field": "function",
-                "in": (
-                    "exp", "exp2", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sigmoid", "sin", "cos", "tan",
-                    "atan", "sinh", "cosh", "tanh", "erf", "floor", "ceil", "trunc", "round", "nearbyint", "isnan",
-                ),
-            },
-        ),
-        compile_key=("dtype",),
-    ),
-    "tilelang.arithmetic": supported(limits=({"field": "dtype", "in": _FLOATS + _INTS},), compile_key=("dtype",)),
-    # The bounds are float32 numbers at run time, so fp64 would not see its own.
-    "tilelang.clamp": supported(limits=({"field": "dtype", "in": ("fp32", "fp16")},), compile_key=("dtype",)),
-    "tilelang.cast": supported(
-        limits=({"field": "dtype", "in": _FLOATS + _INTS}, {"field": "out", "in": _FLOATS + _INTS}),
-        compile_key=("dtype", "out"),
-    ),
-}  # fmt: skip
-"""What runs, over the variant keys dtype, out, function: the C target has no bf16, no fp8 and no fabs."""
-
 
 _KERNELS: dict[Any, Any] = {}
 """Compiled programs of this process; a forked child inherits them."""

@@ -15,33 +15,33 @@ from conformance.model import Problem, Variant
 from references.deepep import ep
 from references.expected import Expected, Inputs
 
-PACKS_PER_COLUMNS = 32
-"""a row of E4M3 has at most one scale for each so many elements"""
-
 
 def legal(v: Variant) -> bool:
     """The plain payload with every layout and order; scales with every layout; deferral with the plainest of both."""
-    if not steps.is_layout(v) or (v.x == "bf16" and v.sf_order == "column") or (v.x, v.sf_order) == ("fp8_packed", "row"):
+    if not steps.is_layout(v) or (v.x, v.sf_order) in (("bf16", "column"), ("fp8_packed", "row")):
         return False
     if v.epilogue == "deferred":
         return v.x != "fp8" and v.weights == "yes" and (v.sync, v.deterministic) == ("yes", "no")
     return v.x == "bf16" or (v.weights == "yes" and v.deterministic == "no")
 
 
+def core(v: Variant) -> bool:
+    """A cached or deferred call with the plain choices of the other keys; scales with counts that are waited for."""
+    if v.cached == "yes" or v.epilogue == "deferred":
+        return v.weights == "yes" and v.deterministic == "no" and (v.cached, v.epilogue) != ("yes", "deferred")
+    return v.x == "bf16" or v.sync == "yes"
+
+
 def row_bytes(p: Problem) -> int:
-    return 2 * p.h if p.variant.x == "bf16" else p.h + 4 * p.packs
+    return 2 * p.h if p.variant.x == "bf16" else p.h + 4 * steps.packs(p)
 
 
 def cost(p: Problem) -> Cost:
     return Cost(flops=0, bytes=2 * row_bytes(p) * routing.capacity(p) * (2 if p.variant.cached == "yes" else 1))
 
 
-def fits(p: Problem) -> bool:
-    return routing.fits(p) and PACKS_PER_COLUMNS * p.packs <= p.h
-
-
 def oracle(p: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> Mapping[Any, Expected]:
-    return ep.dispatch(routing.settled(p), inputs, profile)
+    return ep.dispatch(routing.settled(p, handle="yes"), inputs, profile)
 
 
 def one_expert(d: Draw) -> np.ndarray:
@@ -54,25 +54,26 @@ FIRST = {"cached": "no", "x": "bf16", "epilogue": "inline"}
 
 DISPATCH = Op(
     "deepep.EPBuffer.dispatch",
-    doc="rows of x to the ranks that own their experts, by source (normal) or by expert (expanded); the handle's counts",
-    variants=dict(x=steps.PAYLOADS, layout=("normal", "expanded"), zero_padding=("no", "yes"), sf_order=("row", "column"),
-                  weights=("yes", "no"), sync=("yes", "no"), deterministic=("no", "yes"), cached=("no", "yes"),
-                  epilogue=("inline", "deferred")),
+    doc="rows of x to the ranks that own their experts, by source (normal) or by expert (expanded); its counts",
+    variants=dict(x=steps.PAYLOADS, layout=("normal", "expanded"), zero_padding=("no", "yes"),
+                  sf_order=("row", "column"), weights=("yes", "no"), sync=("yes", "no"), deterministic=("no", "yes"),
+                  cached=("no", "yes"), epilogue=("inline", "deferred")),
     where=legal,
+    core=core,
     ranks=routing.RANKS,
-    sizes=dict(**routing.SIZES, h=choices(32, 64, 256, 512, 2880, 7168), packs=choices(1, 2, 3, 8, 56)),
-    fits=fits,
+    sizes=dict(**routing.SIZES, h=choices(32, 64, 256, 512, 2880, 7168), sf_group=choices(128, 32, 512, 96)),
+    fits=routing.fits,
     steps=(steps.make(use_fp8_dispatch=lambda v: v.x != "bf16"),
-           *(s for x in steps.PAYLOADS for s in steps.dispatch(x)),
+           *(s for x in steps.PAYLOADS for s in steps.dispatch(x, When(x=x))),
            steps.read_handle("handle"),
-           *(s for x in steps.PAYLOADS for s in steps.cached(x)),
+           *(s for x in steps.PAYLOADS for s in steps.cached(x, When(x=x, cached="yes"))),
            steps.read_handle("handle_again", When(cached="yes"))),
     families=("normal", "all_bits", "nans", "ill_scaled", "infinities", "subnormal"),
     oracle=oracle,
-    derived=routing.derived,
+    derived=lambda p, inputs: {**routing.derived(p, inputs), "packs": steps.packs(p)},
     repeatable=False,
     cost=cost,
-    sample=dict(t=[5, 3, 4, 2], k=3, num_experts=8, spare_tokens=1, h=64, packs=2),
+    sample=dict(t=[5, 3, 4, 2], k=3, spare_experts=3, spare_tokens=1, h=64, sf_group=32),
     rejects=(
         misuse("more tokens than declared", variant=FIRST, raises=REFUSED,
                **{"dispatch/num_max_tokens_per_rank": lambda p, rank: max(p.t) - 1}),

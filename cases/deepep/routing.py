@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,10 +28,11 @@ ALL_LANES = 2**19
 SIZES = dict(
     t=edges(1, 2, 8, 16, hi=24, zero=True, per_rank=True),
     k=choices(1, 2, 3, 6, 8, 32),
-    num_experts=choices(4, 8, 12, 16, 64, 256),
+    spare_experts=choices(0, 1, 2, 3, 15, 63),
     spare_tokens=choices(0, 1, 7),
 )
-"""tokens of each rank, lanes, experts of all ranks together, and how far the declared maximum lies above the largest t"""
+"""tokens of each rank, lanes; experts that each rank has beyond one for each lane of all ranks together; and how far
+the declared maximum lies above the largest t"""
 
 
 def most_tokens(p: Problem) -> int:
@@ -37,22 +40,38 @@ def most_tokens(p: Problem) -> int:
     return max(1, *p.t) + p.spare_tokens
 
 
-def settled(p: Problem) -> Problem:
-    """The problem with what follows from it, as the oracle reads it."""
-    sizes = {**p.sizes, "num_max_tokens_per_rank": most_tokens(p)}
-    return replace(p, sizes=sizes, variant=Variant({**dict(p.variant), "handle": "yes"}))
+def local_experts(p: Problem) -> int:
+    """Experts of a rank; together the ranks have at least one for each lane."""
+    return -(-p.k // RANKS) + p.spare_experts
+
+
+def num_experts(p: Problem) -> int:
+    """Experts of all ranks together."""
+    return RANKS * local_experts(p)
+
+
+def settled(p: Problem, **keys: str) -> Problem:
+    """The problem with what follows from it, as the oracle reads it, and with more variant keys."""
+    sizes = {**p.sizes, "num_max_tokens_per_rank": most_tokens(p), "num_experts": num_experts(p)}
+    return replace(p, sizes=sizes, variant=Variant({**dict(p.variant), **keys}))
 
 
 def derived(p: Problem, inputs: Inputs) -> Mapping[str, Any]:
-    """Sizes that no draw gives: rows of each rank's result, the declared maximum, experts a rank."""
+    """Sizes that no draw gives: rows of each rank's result, the declared maximum, experts."""
     return {"rows": ep.result_rows(settled(p), inputs), "num_max_tokens_per_rank": most_tokens(p),
-            "local_experts": p.num_experts // RANKS, "ranks": RANKS}
+            "num_experts": num_experts(p), "local_experts": local_experts(p), "ranks": RANKS}
 
 
 def rows_of(p: Problem, rank: int) -> int:
     """Rows of a rank's result, from the problem alone."""
+    return _rows(json.dumps(p.to_json()))[rank]
+
+
+@lru_cache(maxsize=16)
+def _rows(problem: str) -> tuple[int, ...]:
+    p = Problem.from_json(json.loads(problem))
     ids = {f"dispatch/topk_idx@{r}": topk_idx(_draw_of_ids(p, r)) for r in range(RANKS)}
-    return ep.result_rows(settled(p), Inputs(ids, dict.fromkeys(ids, "int64")))[rank]
+    return tuple(ep.result_rows(settled(p), Inputs(ids, dict.fromkeys(ids, "int64"))))
 
 
 def _draw_of_ids(p: Problem, rank: int) -> Draw:
@@ -72,14 +91,14 @@ def topk_idx(d: Draw) -> np.ndarray:
     """
     p, kind = d.problem, kind_of(d.problem)
     tokens, lanes = d.shape
-    experts, local = np.arange(p.num_experts), p.num_experts // RANKS
+    experts, local = np.arange(num_experts(p)), local_experts(p)
     word = p.seed >> 8
     wanted = {
         "one_rank": experts // local == word % RANKS,
         "next_rank": experts // local == (d.rank + 1) % RANKS,
-        "two_experts": (experts == word % p.num_experts) | (experts == (word + local) % p.num_experts),
-    }.get(kind, np.ones(p.num_experts, bool))
-    order = d.words(3, tokens * p.num_experts).reshape(tokens, p.num_experts) >> np.uint64(1)
+        "two_experts": (experts == word % len(experts)) | (experts == (word + local) % len(experts)),
+    }.get(kind, np.ones(len(experts), bool))
+    order = d.words(3, tokens * len(experts)).reshape(tokens, len(experts)) >> np.uint64(1)
     order = np.where(wanted, order, order | np.uint64(1 << 63))
     ids = np.argsort(order, axis=1, kind="stable")[:, :lanes].astype(np.int64)
     ids = np.take_along_axis(ids, np.argsort(d.words(5).reshape(ids.shape), axis=1, kind="stable"), axis=1)
@@ -95,12 +114,12 @@ def counts_before(d: Draw) -> np.ndarray:
 
 
 def fits(p: Problem) -> bool:
-    return p.k <= p.num_experts and 2 * p.h * capacity(p) <= ALL_LANES
+    return 2 * p.h * capacity(p) <= ALL_LANES
 
 
 def capacity(p: Problem) -> int:
     """Rows that the results of all ranks may have together, at most."""
-    local, expanded = p.num_experts // RANKS, p.variant.layout == "expanded"
+    local, expanded = local_experts(p), p.variant.layout == "expanded"
     tokens = sum(p.t) if p.variant.sync == "yes" else RANKS * most_tokens(p)
     if not expanded:
         return tokens * (min(p.k, RANKS) if p.variant.sync == "yes" else RANKS)

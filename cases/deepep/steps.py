@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cases.deepep.routing import counts_before, switch, topk_idx
-from conformance.declare import Drawn, In, Returned, Size, Step, Token, Tup, Value, When
+from cases.deepep.routing import counts_before, local_experts, switch, topk_idx
+from conformance.declare import ALWAYS, Drawn, In, Returned, Size, Step, Token, Tup, Value, When
 from conformance.model import Problem, Variant, VariantFn
 from references.deepep.ep import HANDLE_FIELDS
 
@@ -39,8 +39,14 @@ def payload(x: str) -> In | Tup:
     """The argument x: a matrix, or a pair with its scales."""
     if x == "bf16":
         return In("x", "bf16", "t h", forms=("offset",))
-    return Tup("x", (In("x", "e4m3", "t h", forms=("offset",)),
-                     In("sf", SCALES[x], "t packs", major=0 if x == "fp8_packed" else None, forms=("padded", "offset"))))
+    scales = In("sf", SCALES[x], lambda p, rank: (p.t[rank], packs(p)), major=0 if x == "fp8_packed" else None,
+                forms=("padded", "offset"))
+    return Tup("x", (In("x", "e4m3", "t h", forms=("offset",)), scales))
+
+
+def packs(p: Problem) -> int:
+    """Scales of a row: one for each sf_group elements, the last group maybe shorter."""
+    return -(-p.h // p.sf_group)
 
 
 def per_slot(p: Problem) -> str:
@@ -70,29 +76,29 @@ def call(name: str, op: str, args: tuple[Any, ...], results: tuple[Returned, ...
             Step(name, "deepep.EventOverlap.wait", (Token("event", of="event"),), results, when=both(when, DEFERRED)))
 
 
-def dispatch(x: str) -> tuple[Step, ...]:
+def dispatch(x: str, when: VariantFn = ALWAYS) -> tuple[Step, ...]:
     """The first dispatch, with counts added to statistics where weights travel too."""
     args = (
         Token("buffer", of="buffer"),
         payload(x),
         In("topk_idx", "int64", "t k", data=topk_idx, shapes=True, forms=("offset",)),
         In("topk_weights", "fp32", "t k", when=WEIGHTS, forms=("offset",)),
-        In("cumulative_local_expert_recv_stats", "int32", "local_experts", role="accumulate", data=counts_before,
-           when=WEIGHTS),
+        In("cumulative_local_expert_recv_stats", "int32", lambda p: (local_experts(p),), role="accumulate",
+           data=counts_before, when=WEIGHTS),
         Value("num_experts", Size("num_experts")),
         Value("num_max_tokens_per_rank", Size("num_max_tokens_per_rank")),
-        Value("expert_alignment", Drawn((1, 4, 128))),
+        Value("expert_alignment", Drawn((1, 4, 16, 128))),
         switch("do_cpu_sync", "sync"),
         *layout_switches(),
     )
-    return call("dispatch", "deepep.EPBuffer.dispatch", args, received(x), When(x=x))
+    return call("dispatch", "deepep.EPBuffer.dispatch", args, received(x), when)
 
 
-def cached(x: str) -> tuple[Step, ...]:
+def cached(x: str, when: VariantFn) -> tuple[Step, ...]:
     """The same tokens again with other data, placed as the handle says."""
     args = (Token("buffer", of="buffer"), payload(x), In("topk_weights", "fp32", "t k", when=WEIGHTS),
             Token("handle", of="handle"), *layout_switches())
-    return call("cached", "deepep.EPBuffer.dispatch", args, received(x), When(x=x, cached="yes"))
+    return call("cached", "deepep.EPBuffer.dispatch", args, received(x), when)
 
 
 def layout_switches() -> tuple[Value, ...]:
@@ -101,7 +107,7 @@ def layout_switches() -> tuple[Value, ...]:
             Value("use_tma_aligned_col_major_sf", lambda v: v.get("sf_order") == "column"))
 
 
-def read_handle(name: str, when: VariantFn = lambda v: True) -> Step:
+def read_handle(name: str, when: VariantFn = ALWAYS) -> Step:
     """The counts that a handle holds."""
     shapes: tuple[str | Callable[[Problem], str], ...] = (
         "ranks", "local_experts", "local_experts", lambda p: "local_experts" if p.variant.sync == "yes" else "0")

@@ -86,7 +86,8 @@ def _usual_major(v: Variant) -> str:
     return "m" if v.scales == "ue8m0" else "k"
 
 
-def _scaled(name: str, rows: str, shape: Callable[[Problem], tuple[int, int]], scale_major: VariantFn) -> tuple[Tup, Tup]:
+def _scaled(name: str, rows: str, shape: Callable[[Problem], tuple[int, int]],
+            scale_major: VariantFn) -> tuple[Tup, Tup]:
     """(data, scales) as one argument: scales as FP32 of either major, or packed, whose words stand along the rows."""
     data = In(name, "e4m3", f"{rows} k", major=From(f"{name}_major"), row_align=16, forms=("padded", "offset"))
     fp32 = In(f"{name}_scale", "fp32", shape, major=lambda v: 1 if scale_major(v) == "k" else 0,

@@ -18,7 +18,7 @@ def rows(p: Problem) -> int:
 
 
 def drawn_counts(d: Draw) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, blocks) of each group: empty ones, one row, whole blocks, one less, anything; now and then blocks left over."""
+    """(rows, blocks) of each group: none, one row, whole blocks, one less, anything; at times blocks are left over."""
     p = d.problem
     step, groups = p.values[ALIGNMENT], p.groups
     spare = (p.seed >> 8) % 3 % (p.blocks + 1)

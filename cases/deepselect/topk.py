@@ -69,6 +69,7 @@ TOPK = Op(
     arrange=hostile_beyond_end,
     repeatable=False,
     cost=lambda p: Cost(flops=0, bytes=p.b * (p.vocab * 4 + p.topk * 12)),
+    beside=lambda sizes: {"vocab": 2 * sizes["topk"] + 37} if "topk" in sizes else {},
     sample=dict(b=2, topk=8, vocab=96),
     rejects=(
         misuse("topk of 0", topk=0, raises=("RuntimeError", "ValueError")),

@@ -1,6 +1,6 @@
 """Asks a backend class one static question in a process of its own; the answer is JSON on the last line.
 
-`python -m conformance.engine.ask describe|doctor NAME DEVICE OPTIONS`
+`python -m conformance.engine.ask describe|doctor NAME DEVICE OPTIONS PARENT`
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import sys
 from typing import Any
 
 from conformance.backend_class import load_backend_class
+from conformance.engine.wire import die_with_parent, said
 from conformance.protocol import description_to_json
 
 
 def main() -> None:
-    what, name, device, options = sys.argv[1:]
+    what, name, device, options, parent = sys.argv[1:]
+    die_with_parent(int(parent))
     answer: dict[str, Any]
     try:
         cls = load_backend_class(name)
@@ -26,7 +28,7 @@ def main() -> None:
             answer = {"answer": {"versions": dict(r.versions), "devices": list(r.devices), "modules": dict(r.modules)}}
         text = json.dumps(answer)
     except BaseException as e:
-        text = json.dumps({"error": f"{type(e).__name__}: {e}"})
+        text = json.dumps({"error": said(e)})
     sys.stdout.write("\n" + text + "\n")
 
 

@@ -55,8 +55,8 @@ class Attempt:
 
 
 _ORDER = ("error", "crash", "timeout", "oom", "fail", "flaky", "unsupported")
-_REASON_ORDER = ("oob_write", "contract", "dtype", "shape", "layout", "exception", "missing_output", "unwritten",
-                 "input_mutated", "late_write", "alias")
+_REASON_ORDER = ("oob_write", "contract", "dtype", "shape", "layout", "exception", "missing_output", "late_write",
+                 "unwritten", "input_mutated", "alias")
 
 
 def _severity(f: Finding) -> tuple[int, int]:
@@ -91,10 +91,21 @@ class Attempts:
     def __init__(self, bench: Bench, op: Op, clock: Clock, *, debug_malloc: bool = False) -> None:
         self.bench, self.op, self.clock = bench, op, clock
         self.launcher = bench.debug_launcher if debug_malloc else bench.launcher
+        self.debug_malloc = debug_malloc
         self.executor: Executor | InlineExecutor | None = None
         self.deaths = 0
-        self.limit_s = bench.case_timeout_s
         self.times: list[float] = []
+        self.first_times: list[float] = []
+        """of the first run in a process, which imports and warms up"""
+        self.hung = False
+
+    def limit_s(self, shrinking: bool) -> float:
+        """How long a run may take. Making a hang small must end: then ten times the usual is hung already."""
+        full = self.bench.case_timeout_s
+        if not (shrinking and self.hung):
+            return full
+        usual = float(np.median(self.times)) if self.times else full / 100
+        return min(full, max(10 * usual, 4 * max(self.first_times, default=0.0), 0.2) + 0.2)
 
     def ready(self, fresh: bool) -> Executor | InlineExecutor:
         if self.executor is not None and (fresh or not self.executor.alive):
@@ -119,7 +130,7 @@ class Attempts:
     def example(self, problem: Problem, *, judged: bool, **kw: Any) -> Example:
         return build(self.op, problem, self.bench.description.requirements, judged=judged, **kw)
 
-    def run(self, problem: Problem, *, fresh: bool = False, settle: bool = False,
+    def run(self, problem: Problem, *, fresh: bool = False, settle: bool = False, shrinking: bool = False,
             plan: Callable[[Attempts, Problem], list[Example]] | None = None,
             relate: Callable[[list[Seen]], list[Finding]] | None = None) -> Attempt:
         """Try one problem: by default a decoy and the judged run."""
@@ -139,7 +150,7 @@ class Attempts:
                     return out
         for i, example in enumerate(out.examples):
             with self.clock.timed("run"):
-                outcome = executor.collect(self.limit_s, self.bench.compile_timeout_s)
+                outcome = executor.collect(self.limit_s(shrinking), self.bench.compile_timeout_s)
             compile_s = max((a.get("compile_s", 0.0) for a in outcome.answers if a), default=0.0)
             self.clock["compile"] += compile_s
             self.clock["run"] -= compile_s
@@ -150,9 +161,11 @@ class Attempts:
                 out.findings.append(bad)
                 break
             self.times.append(outcome.run_s)
+            if executor.runs == 1:
+                self.first_times.append(outcome.run_s)
             with self.clock.timed("compare"):
                 out.seen.append(self._judge(example, outcome, out.expected[i], out))
-        if relate and len(out.seen) == len(out.examples):
+        if relate and len(out.seen) == len(out.examples) and not out.findings:
             with self.clock.timed("compare"):
                 out.findings.extend(relate(out.seen))
         if out.seen:
@@ -164,11 +177,13 @@ class Attempts:
         requests = [place(e, executor.arenas, cursors) for e in examples]
         for i, per_rank in enumerate(requests):
             for rank, r in enumerate(per_rank):
-                r["hold"] = True
+                # What is held is freed after the run that follows. A debugging allocator speaks up at that moment,
+                # so under one nothing outlives its problem.
+                r["hold"] = not self.debug_malloc or i + 1 < len(requests)
                 r["arena_bytes"] = executor.arenas[rank].nbytes
                 if i == 0:
                     r["results_at"] = cursors[rank]
-                if settle:
+                if settle and i == len(requests) - 1:
                     r["settle_s"] = self.bench.settle_s
         return requests
 
@@ -200,13 +215,10 @@ class Attempts:
         return seen
 
     def _note_death(self, executor: Executor, bad: Finding) -> None:
-        if bad.status in ("crash", "timeout", "oom"):
+        self.hung |= bad.status == "timeout"
+        if bad.status in ("crash", "timeout", "oom") or not executor.alive:
             self.deaths += 1
             executor.kill()
-        if bad.status == "timeout":
-            # From now on a call that takes ten times the usual is hung: shrinking a hang must end.
-            usual = float(np.median(self.times)) if self.times else self.limit_s / 100
-            self.limit_s = min(self.limit_s, max(10 * usual, 0.2) + 0.2)
 
 
 def with_seed(problem: Problem, seed: int) -> Problem:

@@ -16,7 +16,7 @@ from conformance.engine.attempt import Attempts
 from conformance.engine.example import Example
 from conformance.engine.judge import MEMORY_REASONS, STRUCTURE_REASONS, Finding, Seen
 from conformance.identity import seed_of
-from conformance.model import Op, Problem
+from conformance.model import Op, Problem, Variant
 from references.formats import codec
 
 
@@ -27,7 +27,7 @@ class Check:
     name: str
     doc: str
     plan: Callable[[Attempts, Problem], list[Example]] | None = None
-    relate: Callable[[Op], Callable[[list[Seen]], list[Finding]] | None] = lambda op: None
+    relate: Callable[[Op, Variant], Callable[[list[Seen]], list[Finding]] | None] = lambda op, variant: None
     counts: Callable[[Finding], bool] = lambda f: True
     debug_malloc: bool = False
     settle_last: bool = False
@@ -40,8 +40,8 @@ def _twice(attempts: Attempts, problem: Problem) -> list[Example]:
             attempts.example(other, judged=False), attempts.example(problem, judged=True)]
 
 
-def _same_bits(op: Op) -> Callable[[list[Seen]], list[Finding]] | None:
-    if not op.repeatable:
+def _same_bits(op: Op, variant: Variant) -> Callable[[list[Seen]], list[Finding]] | None:
+    if not (op.repeatable(variant) if callable(op.repeatable) else op.repeatable):
         return None
 
     def relate(seen: list[Seen]) -> list[Finding]:
@@ -49,8 +49,8 @@ def _same_bits(op: Op) -> Callable[[list[Seen]], list[Finding]] | None:
         out = []
         for name, a in first.outputs.items():
             b = second.outputs.get(name)
-            if b is None or a.shape != b.shape:
-                continue
+            if b is None or a.shape != b.shape or name not in first.numerics:
+                continue  # nothing is said of what the oracle does not judge
             differs = codec.bits(a) != codec.bits(b)
             if differs.any():
                 at = np.argwhere(differs)[0].tolist()

@@ -1,6 +1,6 @@
 """Drawing problems: from an op's full contract, the same on every machine.
 
-Drawing and running are apart. Hypothesis draws chunks of 64 with a body that only
+Drawing and running are apart. Hypothesis draws chunks of 32 with a body that only
 records; which of them run is decided afterwards. Nothing here knows a backend, a level
 or a number of examples, else two chips would not see the same problems.
 """
@@ -23,9 +23,11 @@ from hypothesis.internal.constants_ast import Constants
 from conformance.identity import seed_of
 from conformance.model import Case, Drawn, In, Op, Out, Problem, Size, Tup, Variant
 
-CHUNK = 64
+CHUNK = 32
 SMALL_VALUES = 48
 """upper end of the range from which sizes are drawn most often"""
+STRIDED_CHECKS = ("layout", "memory")
+"""checks that draw strides and offsets too: what lies between rows must stay as it is"""
 
 
 def pin_constants() -> None:
@@ -63,7 +65,7 @@ def values_of(op: Op, variant: Variant) -> Iterator[tuple[str, tuple[Any, ...]]]
         if isinstance(s.value, Drawn) and s.when(variant):
             yield s.name, s.value.choices
     for step in op.steps:
-        for a in step.args:
+        for a in step.args if step.when(variant) else ():
             if isinstance(getattr(a, "value", None), Drawn) and a.when(variant):
                 name = a.name if a.name not in seen else f"{step.name}/{a.name}"
                 seen.add(a.name)
@@ -92,7 +94,7 @@ def raw_problems(case: Case) -> st.SearchStrategy[dict[str, Any]]:
     for name, choices in values_of(op, variant):
         fields[f"value {name}"] = st.integers(0, len(choices) - 1)
     fields["family"] = st.integers(0, len(op.families) - 1)
-    for a in arrays_of(op) if case.check == "layout" else ():
+    for a in arrays_of(op) if case.check in STRIDED_CHECKS else ():
         if a.forms and a.when(variant):
             fields[f"units {a.name}"] = st.integers(1, 3 if "padded" in a.forms else 1)
             fields[f"before {a.name}"] = st.integers(0, 3 if "offset" in a.forms else 0)
@@ -138,14 +140,18 @@ def shrink_some(op: Op, sizes: dict[str, Any], tiny: Mapping[str, bool]) -> None
 
 
 def fit(op: Op, problem: Problem) -> Problem:
-    """Halve the largest size until the op's own contract holds. Raises ValueError if nothing helps."""
+    """Halve the largest size until the op's own contract holds, then what `gives_way`.
+
+    Raises ValueError if nothing helps.
+    """
     sizes = dict(problem.sizes)
     for _ in range(200):
         trial = Problem(problem.op, problem.variant, sizes, problem.values, problem.family, problem.seed,
                         problem.layout, problem.misuse)
-        if op.fits(trial):
+        largest = max(sizes, key=lambda n: _weight(sizes[n]) if _weight(sizes[n]) > op.sizes[n].lo else -1)
+        name = op.gives_way(trial) if op.fits(trial) else largest
+        if not name:
             return trial
-        name = max(sizes, key=lambda n: _weight(sizes[n]) if _weight(sizes[n]) > op.sizes[n].lo else -1)
         size = op.sizes[name]
         smaller = [_halved(size, n) for n in sizes[name]] if size.per_rank else _halved(size, sizes[name])
         if smaller == sizes[name]:
@@ -190,20 +196,22 @@ def digest(problems: list[Problem]) -> str:
 
 
 def explicit(case: Case, seed: int) -> list[Problem]:
-    """The problems that must occur: the case's own size assignments, families and values in turn."""
+    """The problems that must occur: the case's own size assignments that its contract admits, families in turn."""
     choices = list(values_of(case.op, case.variant))
     out = []
     for i, assignment in enumerate(case.explicit):
         s = seed_of(seed, case.id, "explicit", i)
         values = {name: c[seed_of(s, name) % len(c)] for name, c in choices}
         family = case.op.families[seed_of(s, "family") % len(case.op.families)]
-        sizes = {**case.op.sample, **assignment}
-        out.append(Problem(case.op.name, case.variant, sizes, values, family, s, _form(case, i)))
+        sizes = {**case.op.sample, **case.op.beside(assignment), **assignment}
+        problem = Problem(case.op.name, case.variant, sizes, values, family, s, _form(case, i))
+        if case.op.fits(problem):
+            out.append(problem)
     return out
 
 
 def _form(case: Case, i: int) -> dict[str, dict[str, int]]:
-    if case.check != "layout":
+    if case.check not in STRIDED_CHECKS:
         return {}
     return {a.name: {"row_units": 1 + (i + 1) % 3 if "padded" in a.forms else 1,
                      "rows_before": i % 4 if "offset" in a.forms else 0,

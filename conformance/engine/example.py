@@ -19,8 +19,8 @@ from conformance.protocol import FORMATS, arg_to_json
 from references.expected import Inputs
 from references.formats import codec
 
-POOL_POISON = (0xFF, 0x7E)
-"""bytes that callee-allocated memory is filled with: decoy run, judged run"""
+POOL_POISON = (0x7F, 0x7E)
+"""bytes that callee-allocated memory is filled with: decoy run, judged run. glibc can't fill with 0xFF."""
 
 _IN_SLACK = {"fp64": (0x7FF0000000000000, 0x7FF8A5A5A5A5A5A5), "fp32": (0x7F800000, 0x7FC0A5A5),
              "fp16": (0x7C00, 0x7EA5), "bf16": (0x7F80, 0x7FA5), "e4m3": (0x7E, 0x7F), "e5m2": (0x7C, 0x7F)}
@@ -73,9 +73,9 @@ def build(op: Op, problem: Problem, requirements: Mapping[str, int], *, judged: 
         made.update(codes)
     for name, value in (overrides or {}).items():
         if isinstance(value, Mapping) and "fill" in value:
-            for key in [k for k in made if k.partition("@")[0].rpartition("/")[2] == name]:
-                seed = array_seed(problem, key)
-                made[key] = make(Draw(name, 0, made[key].shape, formats[key], problem, seed), value["fill"])
+            for key in [k for k in made if name in (k.partition("@")[0], k.partition("@")[0].rpartition("/")[2])]:
+                d = Draw(name, 0, made[key].shape, formats[key], problem, array_seed(problem, key))
+                made[key] = value["fill"](d) if callable(value["fill"]) else make(d, value["fill"])
     derived = op.derived(problem, Inputs(made, formats)) if op.derived else None
     plans = [Planner(op, problem, requirements, r, derived, overrides or {}).make() for r in range(op.ranks)]
     return Example(op, problem, made, formats, plans, judged)

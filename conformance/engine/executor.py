@@ -31,8 +31,10 @@ LOOK_EVERY_S = 0.5
 MOST_FAILED_STARTS = 2
 """in a row, after which a backend is not tried again: a constructor that hangs would cost its limit every case"""
 MOST_PRINTED_BYTES = 16 << 20
+DEBUG_FILL = 0x5A
+"""what memory holds under MALLOC_DEBUG, whatever `poison_pool` asks for: the complement of its `perturb`"""
 MALLOC_DEBUG = {"LD_PRELOAD": "libc_malloc_debug.so.0",
-                "GLIBC_TUNABLES": "glibc.malloc.check=3:glibc.malloc.perturb=165"}
+                "GLIBC_TUNABLES": "glibc.malloc.check=3:glibc.malloc.perturb=" + str(DEBUG_FILL ^ 0xFF)}
 """Environment under which one byte outside a block that a callee allocated ends the process."""
 
 
@@ -49,6 +51,8 @@ class Death:
     step: int
     stderr: str
     rank: int = 0
+    cut: bool = False
+    """it lived on, but its connection was closed or carried something that is no message"""
 
     @property
     def signal(self) -> int:
@@ -57,11 +61,13 @@ class Death:
     @property
     def from_outside(self) -> bool:
         """SIGKILL, or a zygote that is gone: the host or a person may have done it, and not the call."""
-        return self.status is None or self.signal == signal.SIGKILL
+        return not self.cut and (self.status is None or self.signal == signal.SIGKILL)
 
     def sentence(self) -> str:
-        if self.status is None:
-            how = "ended in an unknown way"
+        if self.cut:
+            how = "cut its connection to the suite"
+        elif self.status is None:
+            how = "ended together with the one that started it"
         elif self.signal:
             how = f"was killed by {signal.Signals(self.signal).name}"
         else:
@@ -117,7 +123,7 @@ class Launcher:
             finally:
                 os.close(printed)
             if wrong:
-                _end_group(proc)
+                end_group(proc)
                 ours.close()
                 msg = f"backend {self.backend} {wrong}"
                 raise BackendBroken(msg)
@@ -163,10 +169,10 @@ class Launcher:
     def reap(self, pid: int, proc: Any, timeout_s: float) -> int | None:
         """The wait status of a process that has ended, or None if it has not within the limit."""
         if proc is not None:
-            if proc.returncode is None and not _ended(pid, timeout_s):
+            if proc.returncode is None and not ended(pid, timeout_s):
                 return None
             # As long as it is not waited for, the number of its group can't be another's.
-            _end_group(proc)
+            end_group(proc)
             code = proc.returncode
             return code << 8 if code >= 0 else -code
         end = time.monotonic() + timeout_s
@@ -181,12 +187,12 @@ class Launcher:
     def close(self) -> None:
         if self.zygote is not None:
             self.zygote[1].close()
-            _end_group(self.zygote[0])
+            end_group(self.zygote[0])
             self.zygote = None
         self.exits.clear()
 
 
-def _end_group(proc: subprocess.Popen[bytes]) -> None:
+def end_group(proc: subprocess.Popen[bytes]) -> None:
     """Kill a process that leads a group of its own, and all of the group."""
     if proc.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -194,7 +200,15 @@ def _end_group(proc: subprocess.Popen[bytes]) -> None:
         proc.wait()
 
 
-def _ended(pid: int, timeout_s: float) -> bool:
+def _checked(answer: Any) -> dict[str, Any]:
+    """An answer to a run. Raises Closed for a message that is none."""
+    if not isinstance(answer, dict) or "run_s" not in answer:
+        msg = "something else wrote into the stream"
+        raise Closed(msg)
+    return answer
+
+
+def ended(pid: int, timeout_s: float) -> bool:
     """Whether a child that nobody has waited for ends within the limit."""
     fd = os.pidfd_open(pid)
     try:
@@ -218,6 +232,7 @@ class _Rank:
     arena: Arena
     pid_fd: int | None
     """names this process and no later one of the same number; None where it was gone at once"""
+    ended: bool = False
 
 
 @dataclass
@@ -319,7 +334,7 @@ class Executor:
                     return Outcome(answers, timed_out=f"no answer within {now - begun:.3g} s ({where})")
             for index in ready:
                 try:
-                    answers[index], _ = recv(self.ranks[index].sock, KILL_WAIT_S)
+                    answers[index] = _checked(recv(self.ranks[index].sock, KILL_WAIT_S)[0])
                 except (Closed, TimedOut):
                     death = self._death(index)
                     self.kill()
@@ -347,9 +362,14 @@ class Executor:
         return PHASES[min(self.ranks[index].arena.view[0], len(PHASES) - 1)]
 
     def _death(self, index: int) -> Death:
-        rank = self.ranks[index]
+        rank, phase = self.ranks[index], self.phase(index)
+        # A process that ends closes its socket a moment before it is gone; one that lives on has cut the connection.
+        cut = rank.pid_fd is not None and not select.select([rank.pid_fd], [], [], KILL_WAIT_S / 4)[0]
+        if cut:
+            signal.pidfd_send_signal(rank.pid_fd, signal.SIGKILL)
         status = self.launcher.reap(rank.pid, rank.proc, KILL_WAIT_S)
-        return Death(status, self.phase(index), rank.arena.view[1], _tail(rank.stderr_fd), index)
+        rank.ended = True
+        return Death(status, phase, rank.arena.view[1], _tail(rank.stderr_fd), index, cut)
 
     def _forget_printed(self) -> None:
         """Give back what was printed, where it is much: it is memory."""
@@ -366,13 +386,14 @@ class Executor:
         self.alive = False
         for rank in self.ranks:
             if rank.proc is not None:
-                _end_group(rank.proc)
+                end_group(rank.proc)
             elif rank.pid_fd is not None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(rank.pid_fd, signal.SIGKILL)
         for rank in self.ranks:
             rank.sock.close()
-            self.launcher.reap(rank.pid, rank.proc, KILL_WAIT_S)
+            if not rank.ended:
+                self.launcher.reap(rank.pid, rank.proc, KILL_WAIT_S)
             os.close(rank.stderr_fd)
             if rank.pid_fd is not None:
                 os.close(rank.pid_fd)

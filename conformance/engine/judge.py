@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from conformance.engine.example import POOL_POISON, Example, fetched, out_codes, pattern
-from conformance.engine.executor import Outcome
+from conformance.engine.executor import DEBUG_FILL, Outcome
 from conformance.engine.layout import ArrayPlan, Expectation, np_view
 from conformance.model import Out
 from conformance.protocol import FORMATS, contiguous_strides
@@ -73,7 +73,7 @@ def ended_badly(outcome: Outcome) -> Finding | None:
         return Finding("timeout", _phase_in(outcome.timed_out), None, outcome.timed_out)
     if outcome.death:
         d = outcome.death
-        reason = "signal" if d.signal or d.status is None else "exit"
+        reason = "exit" if d.cut or not (d.signal or d.status is None) else "signal"
         tail = f"\n{d.stderr[-1500:]}" if d.stderr else ""
         who = f"rank {d.rank}: " if len(outcome.answers) > 1 else ""
         phase = d.phase if d.phase != "idle" else "teardown"
@@ -114,6 +114,8 @@ def observe(example: Example, outcome: Outcome) -> Seen:
         example.arenas[rank].reserve(answer["arena_bytes"])
         plan = example.plans[rank]
         for step_plan, step in zip(plan.steps, answer["steps"], strict=True):
+            if "refused" in step or "skipped" in step:
+                continue
             if step["structure"] != step_plan.structure and not _same_structure(step["structure"], step_plan.structure):
                 seen.fail("contract", f"{step_plan.call.op} returned {_words(step['structure'])}; its contract says "
                           f"{_words(step_plan.structure)}")
@@ -300,7 +302,16 @@ def _report_change(before: np.ndarray, after: np.ndarray, arrays: list[ArrayPlan
 
 
 def compare(example: Example, seen: Seen, expected: Mapping[Any, Expected], profile: Mapping[str, Any]) -> None:
-    """Judge every element of every output; adds findings and figures to what was seen."""
+    """Judge every element of every output; adds findings and figures to what was seen.
+
+    Raises ValueError where the oracle is silent about an output: nothing passes unjudged.
+    """
+    spoken = {n for key, want in expected.items() for n in (want.outputs if isinstance(want, Joint) else (key,))}
+    same = {e.same_as: e.key for plan in example.plans for s in plan.steps for e in s.expects if e.same_as}
+    silent = [n for n in seen.outputs if n not in spoken and same.get(n) not in spoken]
+    if silent:
+        msg = f"the oracle says nothing about {', '.join(silent)}"
+        raise ValueError(msg)
     for key, want in expected.items():
         names = want.outputs if isinstance(want, Joint) else (key,)
         missing = [n for n in names if n not in seen.outputs]
@@ -313,7 +324,27 @@ def compare(example: Example, seen: Seen, expected: Mapping[Any, Expected], prof
         else:
             judged = {key: _judge_one(want, seen.outputs[key], seen.formats[key])}
         for name, j in judged.items():
-            _note(example, seen, name, j)
+            _note(example, seen, name, j, getattr(want, "unspecified", None))
+
+
+def rejected_share(expected: Mapping[Any, Expected], other: Seen) -> float:
+    """The share of elements of another run's results that these expectations would reject.
+
+    0 means that the other results, of other data, would have passed too: nothing was tested.
+    """
+    bad = total = 0
+    for key, want in expected.items():
+        names = want.outputs if isinstance(want, Joint) else (key,)
+        if any(n not in other.outputs for n in names):
+            return 1.0
+        try:
+            judged = want.judge_all({n: other.outputs[n] for n in names}) if isinstance(want, Joint) else {
+                key: _judge_one(want, other.outputs[key], other.formats[key])}
+        except Exception:
+            return 1.0  # of another shape: it would have failed
+        bad += sum(int(np.sum(j.bad)) + bool(j.note) for j in judged.values())
+        total += sum(int(j.bad.size) for j in judged.values())
+    return min(1.0, bad / total) if total else 0.0
 
 
 def _judge_one(want: Expected, codes: np.ndarray, fmt: str) -> Judgement:
@@ -323,10 +354,11 @@ def _judge_one(want: Expected, codes: np.ndarray, fmt: str) -> Judgement:
     return want.judge(codes, fmt)
 
 
-def _note(example: Example, seen: Seen, name: str, j: Judgement) -> None:
+def _note(example: Example, seen: Seen, name: str, j: Judgement, unspecified: np.ndarray | None) -> None:
     codes, fmt = seen.outputs[name], seen.formats[name]
-    seen.elements += int(j.bad.size)
-    figures: dict[str, Any] = {"elements": int(j.bad.size)}
+    free = 0 if unspecified is None else int(np.sum(unspecified))
+    seen.elements += int(j.bad.size) - free
+    figures: dict[str, Any] = {"elements": int(j.bad.size) - free}
     if j.ratio is not None and j.ratio.size:
         worst = float(np.max(np.nan_to_num(j.ratio, nan=np.inf)))
         figures["worst_ratio"] = min(worst, LARGEST_RATIO)
@@ -355,10 +387,11 @@ def _is_poison(example: Example, name: str, codes: np.ndarray, fmt: str) -> np.n
     declared = any(name == a.key and isinstance(a.arg, Out) for plan in example.plans for a in plan.arrays.values())
     same = any(e.key == name and e.same_as for plan in example.plans for s in plan.steps for e in s.expects)
     if declared or same:
-        code = pattern(fmt, out=True, judged=example.judged) & ((1 << got.dtype.itemsize * 8) - 1)
+        poisons = [pattern(fmt, out=True, judged=example.judged) & ((1 << got.dtype.itemsize * 8) - 1)]
     else:
-        code = int.from_bytes(bytes([POOL_POISON[example.judged]]) * got.dtype.itemsize, "little")
-    return got == got.dtype.type(code)
+        poisons = [int.from_bytes(bytes([b]) * got.dtype.itemsize, "little")
+                   for b in (POOL_POISON[example.judged], DEBUG_FILL)]
+    return np.isin(got, np.array(poisons, got.dtype))
 
 
 def worst_index(j: Judgement) -> tuple[int, ...]:

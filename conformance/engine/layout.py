@@ -123,12 +123,14 @@ def rank_sizes(problem: Problem, rank: int, derived: Mapping[str, Any] | None = 
 
 
 def shape_of(shape: Any, problem: Problem, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape, in codes. A name is a size; a number is itself; a function is asked."""
+    """The shape, in codes. A name is a size; a number is itself; a function is asked for numbers or for names."""
     if callable(shape):
         try:
-            return tuple(int(n) for n in shape(problem))
+            shape = shape(problem)
         except TypeError:
-            return tuple(int(n) for n in shape(problem, rank))
+            shape = shape(problem, rank)
+        if not isinstance(shape, str):
+            return tuple(int(n) for n in shape)
     return tuple(int(t) if t.lstrip("-").isdigit() else int(sizes[t]) for t in (shape or "").split())
 
 
@@ -152,12 +154,12 @@ class Planner:
         self.plan = RankPlan()
 
     def make(self) -> RankPlan:
-        for step in self.op.steps:
-            if step.when(self.problem.variant):
-                self.step(step)
+        active = [s for s in self.op.steps if s.when(self.problem.variant)]
+        for step in active:
+            self.step(step, last=step is active[-1])
         return self.plan
 
-    def step(self, step: Step) -> None:
+    def step(self, step: Step, *, last: bool) -> None:
         args: dict[str, Arg] = {}
         outs = []
         own = {n.rpartition("/")[2]: v for n, v in self.given.items() if n.rpartition("/")[0] == step.name}
@@ -174,12 +176,13 @@ class Planner:
                     outs.append(a.name)
         declared = {x.name for a in step.args for x in (a, *getattr(a, "parts", ()))}
         for name, value in self.overrides.items():
-            if name not in declared and (refused or step is self.op.steps[-1]):
+            if name not in declared and (refused or last):
                 args[name] = self.extra(step, name, value)
         expects = tuple(self.expect(step, r) for r in step.returns)
         call = CallSpec(step.call, args, tuple(r.name for r in step.returns),
                         tuple(r.name for r in step.returns if r.kind == "token"))
-        self.plan.steps.append(StepPlan(step.name, call, tuple(outs), expects, structure_of(step.returns, expects), refused))
+        structure = structure_of(step.returns, expects)
+        self.plan.steps.append(StepPlan(step.name, call, tuple(outs), expects, structure, refused))
 
     def argument(self, step: Step, a: Any) -> Arg:
         if isinstance(a, (In, Out)):
@@ -245,6 +248,8 @@ class Planner:
 
     def override(self, step: Step, a: Any) -> Arg:
         value = self.overrides[a.name]
+        if callable(value):
+            value = value(self.problem, self.rank)
         if not isinstance(value, Mapping):
             return ValueArg(value)
         if "dtype" in value and not isinstance(a, (In, Out)):

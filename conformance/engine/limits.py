@@ -37,7 +37,10 @@ def problem_limit(support: Support, problem: Problem, row_bytes: Mapping[str, in
             return problem.variant[field]
         if field.endswith(".row_bytes"):
             return rows.get(field.removesuffix(".row_bytes"))
-        return problem.sizes.get(field, problem.values.get(field))
+        if field in problem.sizes:
+            return problem.sizes[field]
+        value = problem.values.get(field)
+        return [list(value)] if isinstance(value, (list, tuple)) else value  # one value, not one a rank
 
     return _first_broken(support, look_up)
 
@@ -48,11 +51,13 @@ def _first_broken(support: Support, look_up: Any) -> str:
         if got is None:
             continue
         for test, allowed in row.items():
-            if test == "field":
+            if test in ("field", "reason"):
                 continue
             values = got if isinstance(got, list) else [got]
             if not all(_TESTS[test](v, allowed) for v in values):
-                return f"{row['field']}={got} {_WORDS[test]} {allowed}"
+                listed = ", ".join(map(str, allowed)) if test == "in" else allowed
+                why = f": {row['reason']}" if "reason" in row else ""
+                return f"{row['field']}={got} {_WORDS[test]} {listed}{why}"
     return ""
 
 
@@ -64,5 +69,5 @@ def check_limits(description: Description) -> list[str]:
             if "field" not in row:
                 wrong.append(f"{name}: a limit without a field: {dict(row)}")
             wrong.extend(f"{name}: unknown limit {t!r}; known: {', '.join(_TESTS)}"
-                         for t in row if t != "field" and t not in _TESTS)
+                         for t in row if t not in ("field", "reason") and t not in _TESTS)
     return wrong

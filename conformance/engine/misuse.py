@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.engine.attempt import Attempt, Attempts
+from conformance.engine.example import Example
+from conformance.engine.executor import Outcome
 from conformance.engine.judge import Finding, compare, ended_badly, observe
 from conformance.engine.variants import matching
 from conformance.identity import seed_of
@@ -38,7 +40,7 @@ def run_misuse(attempts: Attempts, problem: Problem) -> Attempt:
         request = attempts._requests(executor, [bad], settle=False)[0]
     executor.send(request)
     with attempts.clock.timed("run"):
-        outcome = executor.collect(attempts.limit_s, attempts.bench.compile_timeout_s)
+        outcome = executor.collect(attempts.limit_s(False), attempts.bench.compile_timeout_s)
     out.examples.append(bad)
     out.findings.extend(_refusal(attempts, m, bad, outcome))
     died = outcome.death is not None or bool(outcome.timed_out)
@@ -53,9 +55,37 @@ def run_misuse(attempts: Attempts, problem: Problem) -> Attempt:
     return out
 
 
+def _exceptions(bad: Example, outcome: Outcome) -> list[dict[str, Any]]:
+    """What refused the bad call: of a misuse in one step of a sequence, that step only."""
+    told = []
+    for plan, a in zip(bad.plans, outcome.answers, strict=True):
+        if a and "exception" in a and not any(s.refused for s in plan.steps):
+            told.append(a["exception"])
+        told += [s["refused"] for s in (a or {}).get("steps", ()) if "refused" in s]
+    return told
+
+
+def _other_steps(attempts: Attempts, m: Misuse, bad: Example, outcome: Outcome) -> list[Finding]:
+    """The steps around the refused one must be right."""
+    seen = observe(bad, outcome)
+    if not seen.findings:
+        refused = tuple(f"{s.name}/" for plan, a in zip(bad.plans, outcome.answers, strict=True)
+                        for s, step in zip(plan.steps, a["steps"], strict=True) if s.refused or "skipped" in step)
+        expected = attempts.op.oracle(bad.problem, bad.inputs, attempts.bench.profile)
+        kept = {key: e for key, e in expected.items()
+                if not any(n.startswith(refused) for n in (key if isinstance(key, tuple) else (key,)))}
+        # What stands in one key with an output of the refused call can't be judged without it.
+        lost = {n for key in expected.keys() - kept.keys() for n in (key if isinstance(key, tuple) else (key,))}
+        seen.outputs = {n: a for n, a in seen.outputs.items() if n not in lost and not n.startswith(refused)}
+        compare(bad, seen, kept, attempts.bench.profile)
+    for f in seen.findings:
+        f.message = f"{m.doc}, which was refused; but beside that call: {f.message}"
+    return seen.findings
+
+
 def _refusal(attempts: Attempts, m: Misuse, bad: Any, outcome: Any) -> list[Finding]:
     ended = ended_badly(outcome)
-    told = [a["exception"] for a in outcome.answers if a and "exception" in a]
+    told = _exceptions(bad, outcome)
     if told:
         e = told[0]
         if "Exception" not in e["mro"]:
@@ -64,7 +94,7 @@ def _refusal(attempts: Attempts, m: Misuse, bad: Any, outcome: Any) -> list[Find
         if m.raises and not set(m.raises) & set(e["mro"]):
             return [Finding("fail", "enqueue", "wrong_exception",
                             f"{m.doc}: raised {e['type']} ({e['message'][:200]}); documented: {' or '.join(m.raises)}")]
-        return []
+        return [] if ended else _other_steps(attempts, m, bad, outcome)
     if ended is not None:
         if m.kind == "trap" and ended.status == "crash":
             return []

@@ -39,7 +39,7 @@ def plan_of(case: Case, check: Check) -> tuple[Plan | None, Relate | None]:
     """How a problem of this case is run, and what must hold between its runs."""
     relation = relation_of(case)
     if relation is None:
-        return check.plan, check.relate(case.op)
+        return check.plan, check.relate(case.op, drawn_case(case).variant)
     state: dict[str, Any] = {}
 
     def plan(attempts: Attempts, problem: Problem) -> list[Example]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from conformance.engine import draw, misuse, relations
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
 from conformance.engine.checks import CHECKS, Check, counted
 from conformance.engine.executor import BackendBroken
-from conformance.engine.judge import Finding
+from conformance.engine.judge import Finding, rejected_share
 from conformance.engine.keep import keep
 from conformance.engine.limits import problem_limit, support_of, variant_limit
 from conformance.engine.patterns import pattern_of
@@ -23,6 +22,7 @@ from conformance.engine.shrink import Shrinker
 from conformance.model import Case, Problem
 from conformance.results import Record
 
+AFTER_THE_CALL = ("execute", "compare", "teardown")
 MAX_UNSUPPORTED = 256
 """drawn problems in a row outside the limits, after which a case is unsupported"""
 
@@ -40,7 +40,8 @@ class Effort:
 EFFORTS = {
     e.level: e
     for e in (
-        Effort("core", 8, 2.0**20, 10.0), Effort("full", 25, 2.0**24, 60.0), Effort("extended", 100, 2.0**30, 300.0)
+        Effort("core", 8, 1.5 * 2.0**20, 10.0), Effort("full", 25, 2.0**24, 60.0),
+        Effort("extended", 100, 2.0**30, 300.0),
     )
 }
 
@@ -116,14 +117,22 @@ class _CaseRun:
         self.attempts = Attempts(config.bench, case.op, self.clock, debug_malloc=self.check.debug_malloc)
         executed, skipped, outside = 0, 0, ""
         for problem in self.problems(first):
-            if executed >= config.effort.examples or skipped >= MAX_UNSUPPORTED:
+            if executed >= self.enough() or skipped >= MAX_UNSUPPORTED:
                 break
             outside = problem_limit(self.support, problem)
-            if outside or draw.work(case.op, problem) > config.effort.max_work:
+            # A misuse stands in the op's sample, which is small by declaration.
+            large = case.check != "rejects" and draw.work(case.op, problem) > config.effort.max_work
+            if outside or large:
                 skipped += 1
                 continue
             last = executed + 1 == config.effort.examples
             attempt = self.attempt(problem, settle=self.check.settle_last and last)
+            worst = self.worst(attempt)
+            if worst is not None and worst.status == "unsupported":
+                # This runtime can't express a tensor of this problem; others it may.
+                outside = worst.message
+                skipped += 1
+                continue
             executed += 1
             self.note(attempt)
             if counted(self.check, attempt.findings):
@@ -136,6 +145,15 @@ class _CaseRun:
             record.message = outside or "no drawn problem is small enough for this level"
         elif record.status == "error" and not record.message:
             self.passed()
+
+    def enough(self) -> int:
+        """How many problems: more than asked for while none of them could have failed."""
+        n = self.config.effort.examples
+        vacuous = self.must_be_able_to_fail() and not self.record.vacuity
+        return n * 4 if vacuous else n
+
+    def must_be_able_to_fail(self) -> bool:
+        return self.case.check in ("values", "layout") and any(draw.arrays_of(self.case.op))
 
     @property
     def drawn_case(self) -> Case:
@@ -150,12 +168,13 @@ class _CaseRun:
         later = (draw.chunk(self.drawn_case, self.config.seed, i) for i in range(1, 64))
         return chain(draw.explicit(self.drawn_case, self.config.seed), first, chain.from_iterable(later))
 
-    def attempt(self, problem: Problem, *, fresh: bool = False, settle: bool = False) -> Attempt:
+    def attempt(self, problem: Problem, *, fresh: bool = False, settle: bool = False,
+                shrinking: bool = False) -> Attempt:
         assert self.attempts is not None
         if self.case.check == "rejects":
             return misuse.run_misuse(self.attempts, problem)
         plan, relate = relations.plan_of(self.case, self.check)
-        return self.attempts.run(problem, fresh=fresh, settle=settle, plan=plan, relate=relate)
+        return self.attempts.run(problem, fresh=fresh, settle=settle, shrinking=shrinking, plan=plan, relate=relate)
 
     def note(self, attempt: Attempt) -> None:
         self.config.log_problem({"id": self.case.id, "problem": attempt.problem.to_json(), **attempt.digests})
@@ -165,6 +184,9 @@ class _CaseRun:
             old = sizes.get(name, [lo, hi])
             sizes[name] = [min(old[0], lo), max(old[1], hi)]
         self.record.domain["limits"] = [dict(r) for r in self.support.limits]
+        if not self.record.vacuity and len(attempt.seen) > 1 and not attempt.findings:
+            with self.clock.timed("compare"):
+                self.record.vacuity = rejected_share(attempt.expected[1], attempt.seen[0])
         for seen in attempt.seen[-1:]:
             for output, figures in seen.numerics.items():
                 mine = self.record.numerics.setdefault(output, {"elements": 0})
@@ -179,6 +201,9 @@ class _CaseRun:
         record.status = "pass"
         if not elements and self.case.check not in ("degenerate", "rejects"):
             record.status, record.message = "mistrusted", "no element was judged, so this could not have failed"
+        elif self.must_be_able_to_fail() and not record.vacuity:
+            record.status = "mistrusted"
+            record.message = "results of other data would have passed in every problem: this could not have failed"
 
     def failed(self, attempt: Attempt) -> None:
         """Confirm alone, shrink, keep, and tell."""
@@ -193,6 +218,9 @@ class _CaseRun:
         story = ""
         if again is None:
             story, again, alone = self.only_in_sequence(attempt)
+        if again is None and worst.outside:
+            self.tell(worst, "error", attempt, first, f"something outside may have killed it: {story}; run it again")
+            return
         if again is None:
             self.tell(worst, "flaky", attempt, first, story)
             return
@@ -209,7 +237,12 @@ class _CaseRun:
         self.tell(found, found.status, final, first, "")
 
     def worst(self, attempt: Attempt) -> Finding | None:
-        return replace(attempt, findings=counted(self.check, attempt.findings)).worst
+        found = replace(attempt, findings=counted(self.check, attempt.findings)).worst
+        if found is not None and self.check.debug_malloc and found.bug == ("crash", "signal") and (
+                found.phase in AFTER_THE_CALL and not found.outside):
+            text = "the call wrote outside a block of memory: after it had returned, with the heap being watched, "
+            return replace(found, status="fail", reason="oob_write", message=text + found.message)
+        return found
 
     def only_in_sequence(self, attempt: Attempt) -> tuple[str, Finding | None, Attempt]:
         """A failure that does not show alone: does it show after the calls that came before?"""
@@ -232,7 +265,8 @@ class _CaseRun:
             if problem_limit(self.support, candidate):
                 return False
             # Every example of a failing case gets a process of its own: state of the call before can't help it.
-            found = self.worst(self.attempt(candidate, fresh=True, settle=bug.reason == "late_write"))
+            settle = bug.reason == "late_write"
+            found = self.worst(self.attempt(candidate, fresh=True, settle=settle, shrinking=True))
             return found is not None and found.bug == bug.bug
 
         with self.clock.timed("shrink"):
@@ -242,7 +276,7 @@ class _CaseRun:
     def tell(self, finding: Finding, status: str, attempt: Attempt, first: Problem, story: str) -> None:
         record, config = self.record, self.config
         record.status, record.phase = status, finding.phase
-        record.reason = finding.reason if finding.status == "fail" or finding.status == "crash" else None
+        record.reason = finding.reason if status != "error" else None
         record.problem = attempt.problem.to_json()
         where = ""
         if finding.judgement is not None and finding.judgement.bad.any():
@@ -254,7 +288,9 @@ class _CaseRun:
         record.numerics.pop("_", None)
         if not config.confirm:
             return
-        with contextlib.suppress(OSError):
+        try:
             record.artifacts = keep(config.run_dir, self.case.id, attempt, first=first.to_json(), seed=config.seed,
                                     backend=config.backend, options=config.options, message=text,
                                     requirements=dict(config.bench.description.requirements))
+        except OSError as e:
+            record.message += f"\nthe evidence could not be kept: {e.strerror}; the replay command makes it again"

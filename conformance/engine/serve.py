@@ -161,15 +161,18 @@ class _Run:
         held, steps = self.held, []
         for self.step, raw in enumerate(request["steps"]):
             server.phase("prepare", self.step)
-            kwargs = {n: self.materialise(arg_from_json(a)) for n, a in raw["args"].items()}
-            server.phase("compile", self.step)
-            started = time.perf_counter()
-            self.backend.compile(raw["op"], kwargs)
-            self.compile_s += time.perf_counter() - started
-            server.phase("enqueue", self.step)
-            result = server.call(raw["op"], kwargs, raw.get("outs", []))
-            server.phase("execute", self.step)
-            self.backend.synchronize()
+            args = {n: arg_from_json(a) for n, a in raw["args"].items()}
+            if any("refused" in s for s in steps) and not self.can_make(args):
+                steps.append({"skipped": True})
+                continue
+            kwargs = {n: self.materialise(a) for n, a in args.items()}
+            try:
+                result = self.called(raw, kwargs)
+            except Exception as e:
+                if not raw.get("refused") or isinstance(e, (OutOfDeviceMemory, MemoryError, DeviceLost)):
+                    raise
+                steps.append({"refused": _described(e)})
+                continue
             leaves: list[dict[str, Any]] = []
             structure = self.read_result(result, raw.get("returns", []), leaves)
             del result
@@ -187,6 +190,19 @@ class _Run:
         out["arena_bytes"] = self.arena.nbytes
         return out
 
+    def called(self, raw: Mapping[str, Any], kwargs: dict[str, Any]) -> Any:
+        """Compile and make one call, and wait for it."""
+        server = self.server
+        server.phase("compile", self.step)
+        started = time.perf_counter()
+        self.backend.compile(raw["op"], kwargs)
+        self.compile_s += time.perf_counter() - started
+        server.phase("enqueue", self.step)
+        result = server.call(raw["op"], kwargs, raw.get("outs", []))
+        server.phase("execute", self.step)
+        self.backend.synchronize()
+        return result
+
     def forget(self) -> None:
         """Drop every reference to this run's tensors."""
         self.tokens.clear()
@@ -197,6 +213,10 @@ class _Run:
         for module, before in self.settings_before.items():
             named = self.request["settings"][module]
             self.backend.set_settings(module, {k: v for k, v in before.items() if k in named})
+
+    def can_make(self, args: Mapping[str, Arg]) -> bool:
+        """Whether every object that these arguments name was returned before."""
+        return all(a.name in self.tokens for a in args.values() if isinstance(a, TokenArg))
 
     def materialise(self, arg: Arg) -> Any:
         if isinstance(arg, TensorArg):

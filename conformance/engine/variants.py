@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
 from conformance.model import CHECKS, Case, Op, Variant
 
 
-def all_variants(op: Op) -> list[Variant]:
+@cache
+def all_variants(op: Op) -> tuple[Variant, ...]:
     """Every legal variant, in the order of the declaration."""
     keys = list(op.variants)
     every = (Variant(dict(zip(keys, values, strict=True))) for values in product(*op.variants.values()))
-    return [v for v in every if op.where(v)]
+    return tuple(v for v in every if op.where(v))
 
 
 def pairwise(op: Op) -> list[Variant]:
-    """Few legal variants that show every legal pair of key values; greedy, always the same."""
-    legal = all_variants(op)
+    """Few legal variants that show every legal pair of key values; greedy, always the same, those of the core first."""
+    legal = sorted((v for v in all_variants(op) if not op.values_only(v)), key=lambda v: not op.core(v))
     open_pairs = {pair for v in legal for pair in _pairs(v)}
     chosen: list[Variant] = []
     while open_pairs:

@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 HEADER_BYTES = 4096
+LONGEST_BYTES = 1 << 30
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -48,7 +49,11 @@ def recv(sock: socket.socket, timeout_s: float | None = None, max_fds: int = 0) 
     end = None if timeout_s is None else time.monotonic() + timeout_s
     fds: list[int] = []
     head = _exactly(sock, _LENGTH.size, end, fds, max_fds)
-    body = _exactly(sock, _LENGTH.unpack(head)[0], end, fds, max_fds)
+    length = _LENGTH.unpack(head)[0]
+    if length > LONGEST_BYTES:
+        msg = "something else wrote into the stream"
+        raise Closed(msg)
+    body = _exactly(sock, length, end, fds, max_fds)
     try:
         return json.loads(body), fds
     except ValueError as e:

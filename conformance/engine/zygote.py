@@ -87,7 +87,7 @@ def preload(backend_class: Any, module: str, loaded: set[str]) -> None:
     """Import a module's adapter here once, not in every executor. What fails here fails there too, and is told."""
     if module and module not in loaded:
         loaded.add(module)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             backend_class.preload(module)
         reset_signals()
 

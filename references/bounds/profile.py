@@ -7,6 +7,9 @@ from typing import Any
 
 from references.bounds.constants import ACCUMULATORS, PROBABILITIES
 
+NAN_RULES = ("consistent", "drop", "propagate", "free")
+"""of a maximum or minimum: NaN is dropped or wins, the same for every order of the operands; free: nothing is said"""
+
 #      key               default     other values; () stands for a list of formats
 PROFILE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "accumulator":      ("fp32",     tuple(ACCUMULATORS)),
@@ -17,6 +20,9 @@ PROFILE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "subnormals":       ("keep",     ("keep", "flush_in", "flush_out", "flush")),
     "overflow":         ("inf",      ("inf", "saturate")),
     "e4m3_overflow":    ("saturate", ("saturate", "nan")),
+    "reduce_nan":       ("consistent", NAN_RULES),
+    "max_nan":          ("consistent", NAN_RULES),
+    "cast_steps":       ("one",      ("one", "through_fp32")),
     "hops":             ((),         ()),
 }  # fmt: skip
 """Keys of `protocol.Description.profile`, as far as oracles use them."""

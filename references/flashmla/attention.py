@@ -78,13 +78,13 @@ def empty(heads: int, dim: int) -> Attended:
 
 
 def attend(
-    q: Array, rows: Array, scale: float, sink: Array | None, rules: Rules, *, slack: float = 0.0
+    q: Array, rows: Array, scale: float, sink: Array | None, rules: Rules, *, slack: float = 0.0, repeats: int = 1
 ) -> Attended:
     """q [h, d], rows [n, d] float64 (one a list entry, repeated entries repeated), sink [h] or None.
 
     z = scale * q . k; lse = ln sum exp z; out = sigmoid(lse - sink) * sum exp(z - lse) * v.
     Natural units; the sink is not part of lse. slack: absolute error that every element of
-    rows and of q may have.
+    rows and of q may have. repeats: how often the list names one row at most.
     """
     n, dim = rows.shape
     if n == 0:
@@ -107,7 +107,8 @@ def attend(
         growth = np.expm1(np.minimum(error, 50.0))
         lse_bound = attention.lse(weight, lse, top, growth, p=rules.p, l_from=rules.l_from)
         out_bound = _exponentials_and_sums(weight, rows, out, growth) + slack
-        out_bound += _rounded_weights(weight, rows, out, _rounding_of_p(top[:, None] - z, error, rules.p), rules)
+        relative = _rounding_of_p(top[:, None] - z, error, rules.p)
+        out_bound += _rounded_weights(weight, rows, out, relative, rules, repeats)
         if sink is not None:
             grown = np.expm1(np.minimum(lse_bound, 50.0))
             out_bound = attention.with_sink(out, out_bound, lse, grown, sink) + _TINY * np.abs(out)
@@ -154,15 +155,20 @@ def _rounding_of_p(gap: Array, error: Array, p: str) -> Array:
     return np.where(settled & (gap <= _TIED), np.minimum(u, gap + error), u)
 
 
-def _rounded_weights(weight: Array, rows: Array, out: Array, relative: Array, rules: Rules) -> Array:
-    """Error of sum w v by rounding P: all agree at worst; of random data within 6 root mean squares."""
+def _rounded_weights(
+    weight: Array, rows: Array, out: Array, relative: Array, rules: Rules, repeats: int
+) -> Array:
+    """Error of sum w v by rounding P: all agree at worst; of random data within 6 root mean squares.
+
+    Entries of one row round alike: k of them have k times the variance of k that do not agree.
+    """
     row = PROBABILITIES[rules.p]
     moved = weight * relative
     bound = moved @ np.abs(rows)
     if rules.random:
         square = weight * weight
         variance = square @ (rows * rows) - 2 * out * (square @ rows) + out * out * square.sum(axis=1, keepdims=True)
-        likely = np.abs(out) + SPREAD_WEIGHTS * np.sqrt(np.maximum(variance, 0.0))
+        likely = np.abs(out) + SPREAD_WEIGHTS * np.sqrt(repeats * np.maximum(variance, 0.0))
         bound = np.minimum(bound, row.u * likely)
     if rules.l_from == "rounded":
         bound = bound + np.abs(out) * moved.sum(axis=1, keepdims=True)

@@ -51,8 +51,8 @@ def flash_mla_sparse_fwd(problem: Problem, inputs: Inputs, profile: Mapping[str,
     results = []
     for t in range(s_q):
         free[t] |= nan_row[indices[t, known[t] & ~counted[t]]].any()
-        rows = kv[indices[t, known[t] & counted[t]]]
-        results.append(attend(q[t], rows, scale, sink, rules, slack=_flush(profile)))
+        taken = indices[t, known[t] & counted[t]]
+        results.append(attend(q[t], kv[taken], scale, sink, rules, slack=_flush(profile), repeats=_repeats(taken)))
     heads = q.shape[1]
     return {
         "out": _within(results, "out", free, (s_q, heads, HEAD_DIM)),
@@ -113,9 +113,9 @@ def _decode_step(problem: Problem, inputs: Inputs, profile: Mapping[str, Any], p
     for request in range(b):
         for token in range(s_q):
             taken = [one.rows(request, token) for one in lists]
-            free[request, token] = any(undefined for _, undefined in taken)
-            rows = np.concatenate([rows for rows, _ in taken])
-            results.append(attend(q[request, token], rows, scale, sink, rules, slack=slack))
+            free[request, token] = any(undefined for *_, undefined in taken)
+            rows, repeats = np.concatenate([rows for rows, *_ in taken]), max(n for _, n, _ in taken)
+            results.append(attend(q[request, token], rows, scale, sink, rules, slack=slack, repeats=repeats))
     lse = _within(results, "lse", free.ravel(), (b, s_q, heads))
     return {
         f"{prefix}out": _within(results, "out", free.ravel(), (b, s_q, heads, HEAD_DIM)),
@@ -138,19 +138,24 @@ class _List:
         self._skips_negative = profile.get("invalid_index", "minus_one") == "negative"
         self._clamp = int(profile.get("kv_scale_clamp", 255))
 
-    def rows(self, request: int, token: int) -> tuple[Array, bool]:
-        """([n, 512] values of the entries that count, whether the contract is silent on them)."""
+    def rows(self, request: int, token: int) -> tuple[Array, int, bool]:
+        """([n, 512] values of the entries that count, `_repeats` of them, whether the contract is silent on them)."""
         length = int(self._lengths[request])
         index = self._indices[request, token, : max(length, 0)]
         skipped = index < 0 if self._skips_negative else index == -1
         known = (index >= 0) & (index < len(self._tokens))
         rows = decode_tokens(self._tokens[index[known]], self._clamp)
         beyond = (np.abs(rows) > codec.max_finite("bf16")).any()
-        return rows, bool(beyond or (~known & ~skipped).any() or not 0 <= length <= self._topk)
+        return rows, _repeats(index[known]), bool(beyond or (~known & ~skipped).any() or not 0 <= length <= self._topk)
 
 
 def _sink(inputs: Inputs, name: str) -> Array | None:
     return inputs.real(name) if name in inputs else None
+
+
+def _repeats(index: Array) -> int:
+    """How often one index stands in a list at most; 1 where the list is empty."""
+    return int(np.bincount(index).max()) if len(index) else 1
 
 
 def _lengths(inputs: Inputs, name: str, count: int, topk: int) -> Array:

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from references.bounds.profile import resolve
 from references.expected import Array, Exact, Expected, Inputs, OneOf, Problem, Within
 from references.formats import codec
 from references.formats.spec import CODE_DTYPES, float_spec
+from references.tilelang.nans import by_rule
 from references.tilelang.sums import flushes
 
 DIVISION_ULPS = 2.5
@@ -20,8 +22,9 @@ def arithmetic(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> 
     """`tilelang.arithmetic`: out = a function b; a, b, out [n] of one format.
 
     Variant: function. Floats: add, sub, mul (rounded once, or for narrow formats through single
-    precision), div (2.5 ulp of single precision, correctly rounded in double), max, min (NaN: either operand may
-    be the result, as targets differ; of two zeros either). Integers: add, sub, mul, max, min, floordiv,
+    precision), div (2.5 ulp of single precision, correctly rounded in double), max, min (of two zeros either;
+    profile max_nan: "drop" the NaN, which leaves the other operand, "propagate" it, "consistent" (default): one of
+    these two for all elements, "free": either operand may be the result). Integers: add, sub, mul, max, min, floordiv,
     floormod (Python), truncdiv, truncmod (C), bitand, bitor, bitxor, shl, shr (keeps the sign).
     Unspecified, as in C: overflow of signed integers, division by zero, the most negative number
     over -1, shifts by less than 0 or not less than the width. Unsigned integers wrap. Profile: subnormals.
@@ -30,8 +33,9 @@ def arithmetic(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> 
     if float_spec(fmt) is None:
         return {"out": _integer(name, inputs.codes("a"), inputs.codes("b"), fmt)}
     with np.errstate(all="ignore"):
-        extreme = name in ("max", "min")
-        return {"out": _extreme(name, inputs, fmt) if extreme else _float(name, inputs, fmt, profile)}
+        if name in ("max", "min"):
+            return {"out": _extreme(name, inputs, fmt, resolve(profile)["max_nan"])}
+        return {"out": _float(name, inputs, fmt, profile)}
 
 
 def _float(name: str, inputs: Inputs, fmt: str, profile: Mapping[str, Any]) -> Expected:
@@ -55,12 +59,20 @@ def _float(name: str, inputs: Inputs, fmt: str, profile: Mapping[str, Any]) -> E
     return OneOf((*candidates, *zeros))
 
 
-def _extreme(name: str, inputs: Inputs, fmt: str) -> Expected:
+def _extreme(name: str, inputs: Inputs, fmt: str, rule: str) -> Expected:
     a, b = inputs.codes("a"), inputs.codes("b")
     x, y = inputs.real("a"), inputs.real("b")
-    either = np.isnan(x) | np.isnan(y) | (x == y)
+    a_nan, b_nan = np.isnan(x), np.isnan(y)
     first = x > y if name == "max" else x < y
-    return OneOf((np.where(either | first, a, b), np.where(either | ~first, b, a)))
+
+    def where(from_a: Array, from_b: Array) -> Expected:
+        """Elements that may come from a and those that may come from b; each from one at least."""
+        return OneOf((np.where(from_a, a, b), np.where(from_b, b, a)))
+
+    plain_a, plain_b = first | (x == y), ~first
+    return by_rule(rule, drop=where((plain_a & ~a_nan) | b_nan, (plain_b & ~b_nan) | a_nan),
+                   propagate=where((plain_a & ~b_nan) | a_nan, (plain_b & ~a_nan) | b_nan),
+                   free=where(plain_a | a_nan | b_nan, plain_b | a_nan | b_nan))
 
 
 def _integer(name: str, a: Array, b: Array, fmt: str) -> Expected:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from references.bounds.profile import resolve
 from references.expected import Array, Exact, Expected, Inputs, OneOf, Problem, Within
 from references.formats import codec
 from references.formats.spec import CODE_DTYPES, float_spec
@@ -131,11 +132,14 @@ def cast(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> dict[s
     """`tilelang.cast`: out = x as another format, for every pair of formats.
 
     Variant: out. Input x [n], output out [n].
-    To floats: to nearest even, directly or through single precision, overflow to infinity; e4m3 and e5m2 saturate,
-    infinities too (the conversion that the language documents; profile e4m3_overflow "nan" for e4m3).
-    From floats to integers: toward zero; unspecified for NaN and what is out of range. Between integers: modulo.
+    To floats: to nearest even, rounded once (profile cast_steps "through_fp32": or to single precision first), overflow
+    to infinity; e4m3 and e5m2 saturate, infinities too (the conversion that the language documents; profile
+    e4m3_overflow "nan" for e4m3). To bool: whether the value is not zero, so true for NaN. From floats to integers:
+    toward zero; unspecified for NaN and what is out of range. Between integers: modulo.
     """
     x, fmt, out = inputs.codes("x"), inputs.format("x"), problem.variant["out"]
+    if out == "bool":
+        return {"out": Exact(codec.decode(x, fmt) != 0)}
     if float_spec(out) is None:
         return {"out": _to_integer(x, fmt, out)}
     overflow = None
@@ -147,7 +151,8 @@ def cast(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> dict[s
         real = codec.decode(x, fmt).astype(np.float64)
     if out == "fp32":
         return {"out": Exact(single)}
-    return {"out": OneOf(tuple(codec.encode(v, out, overflow=overflow) for v in (real, single.astype(np.float64))))}
+    steps = (real, single.astype(np.float64)) if resolve(profile)["cast_steps"] == "through_fp32" else (real,)
+    return {"out": OneOf(tuple(codec.encode(v, out, overflow=overflow) for v in steps))}
 
 
 def _to_integer(x: Array, fmt: str, out: str) -> Expected:

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from references.bounds.profile import resolve
 from references.expected import Array, Exact, Expected, Inputs, OneOf, Problem, Within
 from references.formats.spec import CODE_DTYPES, float_spec
+from references.tilelang.nans import by_rule
 from references.tilelang.sums import any_order, finite, lowest_bit, wrapped
 
 _BITWISE = {"bitand": (np.bitwise_and, -1), "bitor": (np.bitwise_or, 0), "bitxor": (np.bitwise_xor, 0)}
@@ -21,8 +23,8 @@ def reduce(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> dict
     Inputs x, and out before the call where clear=no; output out [n] (dim 0) or [m] (dim 1) in x's format.
     Sums: additions in that format, in any order; integers wrap. Maxima and minima are exact; the sign
     of a zero is free. An empty extent gives the identity.
-    Profile: reduce_nan, of max, min and absmax: "free" (default: of a row with a NaN nothing is said, since
-    compare-and-select depends on the order), "drop" or "propagate"; subnormals.
+    Profile: reduce_nan, of max, min and absmax: "drop" or "propagate" NaN, "consistent" (default): one of these two for
+    all rows, "free": of a row with a NaN nothing is said; subnormals.
     Unspecified: sums that may overflow on the way; absmax where the most negative integer occurs,
     and where a seed below zero decides (its absolute value may or may not be taken).
     """
@@ -37,7 +39,7 @@ def reduce(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> dict
     if kind in ("sum", "abssum"):
         return {"out": _sum(np.abs(x) if kind == "abssum" else x, seed, axis, fmt, profile)}
     with np.errstate(invalid="ignore"):
-        return {"out": _extreme(x, seed, (kind, axis, fmt), profile.get("reduce_nan", "free"))}
+        return {"out": _extreme(x, seed, (kind, axis, fmt), resolve(profile)["reduce_nan"])}
 
 
 def _sum(x: Array, seed: Array | None, axis: int, fmt: str, profile: Mapping[str, Any]) -> Expected:
@@ -72,17 +74,15 @@ def _extreme(x: Array, seed: Array | None, what: tuple[str, int, str], nan_rule:
     value = (plain.min if kind == "min" else plain.max)(axis=axis, initial=identity)
     if kind == "absmax" and seed is not None:
         free |= (seed < 0) & (np.abs(seed.astype(np.float64)) > value)
+    if not is_float:
+        return OneOf((value.astype(CODE_DTYPES[fmt]),), free)
     has_nan = nan.any(axis=axis)
-    if nan_rule == "free":
-        free |= has_nan
-    elif nan_rule == "propagate":
-        value = np.where(has_nan, np.nan, value)
-    elif is_float:
-        # All NaN: dropping them leaves the identity or, where no identity takes part, NaN.
-        free |= nan.all(axis=axis) & (terms.shape[axis] > 0)
-    if is_float:
-        return Within(value, np.zeros(value.shape), free)
-    return OneOf((value.astype(CODE_DTYPES[fmt]),), free)
+    # All NaN: dropping them leaves the identity or, where no identity takes part, NaN.
+    nothing_left = nan.all(axis=axis) & (terms.shape[axis] > 0)
+    zero = np.zeros(value.shape)
+    return by_rule(nan_rule, drop=Within(value, zero, free | nothing_left),
+                   propagate=Within(np.where(has_nan, np.nan, value), zero, free),
+                   free=Within(value, zero, free | has_nan))
 
 
 def _limits(fmt: str) -> tuple[int, int]:

@@ -147,7 +147,8 @@ def as_bytes(t: torch.Tensor, width_bytes: int) -> torch.Tensor:
     """The bytes of a tensor [rows, ...], uint8 [rows, width_bytes]."""
     if not t.numel():  # an empty tensor may have strides that no view accepts
         return torch.empty((len(t), width_bytes), dtype=torch.uint8)
-    return t.contiguous().view(torch.uint8).reshape(len(t), width_bytes)
+    # A copy in any case: with a size of 1 a contiguous tensor may still have a last stride that no view accepts.
+    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8).reshape(len(t), width_bytes)
 
 
 def align(n: int, to: int) -> int:
