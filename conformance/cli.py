@@ -118,13 +118,14 @@ def replay(argv: list[str]) -> int:
 
 @command("the compatibility matrix of one or more runs")
 def matrix(argv: list[str]) -> int:
+    from conformance.collect import ops
     from reports.matrix import write_all
 
     p = argparse.ArgumentParser("conformance matrix")
     p.add_argument("run", nargs="+", type=Path)
     p.add_argument("--out", type=Path, default=Path("matrix"))
     args = p.parse_args(argv)
-    print(write_all(args.run, args.out))
+    print(write_all(args.run, args.out, [op.name for op in ops()]))
     return 0
 
 

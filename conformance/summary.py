@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from conformance.collect import ops
 from conformance.progress import bad_line, duration
 from conformance.results import BadLine, Record
 from conformance.waivers import unmatched
@@ -26,7 +27,7 @@ def write_summary(reporter: Any, run_dir: Path, records: Mapping[str, Record], b
     for b in list(bad)[:5]:
         line(bad_line(b))
     try:
-        text = write_all([run_dir], run_dir / "matrix")
+        text = write_all([run_dir], run_dir / "matrix", [op.name for op in ops()])
     except OSError as e:
         text = f"the matrix could not be written: {e}; conformance matrix {run_dir} tries again"
     findings = [r for r in records.values() if r.verdict == "nonconforming"]

@@ -14,7 +14,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from conformance.catalogue.load import MODULES, functions
 from conformance.results import SCHEMA_VERSION, Record, error_over_bound
 from reports.artifacts import Copier
 from reports.fold import GLYPHS, WORDS, Cell, Matrix, State, fold, module_headline, run_headline, state_of
@@ -25,16 +24,16 @@ from reports.pages import write_pages
 _MARKER = ".conformance-matrix"
 
 
-def write_all(run_dirs: Sequence[Path], out_dir: Path, surface: Iterable[str] | None = None) -> str:
+def write_all(run_dirs: Sequence[Path], out_dir: Path, surface: Iterable[str] = ()) -> str:
     """Writes matrix.md, matrix.json, matrix.csv and html/index.html into `out_dir`.
 
-    surface: the ops that get a row even where no run knows them, by default all that the
-    catalogue calls covered. Returns a summary: a line for each run, its notes, and the paths.
+    surface: the ops that get a row even where no run knows them, such as all that
+    are declared. Returns a summary: a line for each run, its notes, and the paths.
     Raises FileNotFoundError for a path that is no run, FileExistsError where `html/`
     holds something else than an earlier matrix.
     """
     out_dir = Path(out_dir)
-    matrix = fold(load_runs([Path(p) for p in run_dirs]), covered_ops() if surface is None else surface)
+    matrix = fold(load_runs([Path(p) for p in run_dirs]), surface)
     html = out_dir / "html"
     _clear(html)
     paths = [out_dir / f"matrix.{kind}" for kind in ("md", "json", "csv")]
@@ -42,11 +41,6 @@ def write_all(run_dirs: Sequence[Path], out_dir: Path, surface: Iterable[str] | 
         path.write_text(text, encoding="utf-8")
     paths.append(write_pages(matrix, html, Copier(html)))
     return summary(matrix) + "\n" + "\n".join(f"wrote {p}" for p in paths)
-
-
-def covered_ops() -> list[str]:
-    """The public ops that the suite has cases for, by the catalogue."""
-    return [f.name for module in MODULES for f in functions(module) if f.status == "covered"]
 
 
 def _clear(html: Path) -> None:

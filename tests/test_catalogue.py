@@ -23,9 +23,8 @@ def test_every_module_lists_its_public_functions(module: str) -> None:
     assert all(f.name.startswith(module + ".") for f in listed)
 
 
-def test_covered_means_declared() -> None:
-    covered = {f.name for m in MODULES for f in functions(m) if f.status == "covered"}
-    assert covered == {op.name for op in ops()}
+def test_every_declared_op_stands_in_the_catalogue() -> None:
+    assert {op.name for op in ops()} <= {f.name for m in MODULES for f in functions(m) if not f.reason}
 
 
 def test_every_cell_is_executed_or_has_a_sentence() -> None:
@@ -48,7 +47,6 @@ def test_coverage_page_is_current(tmp_path: Path) -> None:
 
 def test_coverage_names_every_function() -> None:
     text = coverage_text()
-    assert "disagree" not in text
     for m in MODULES:
         for f in functions(m):
             assert f.name in text

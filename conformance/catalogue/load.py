@@ -18,16 +18,14 @@ else:
 
 HERE = Path(__file__).parent
 MODULES = ("tilelang", "deepgemm", "deepep", "tilekernels", "flashmla", "deepselect")
-STATUSES = ("covered", "out", "open")
 
 
 @dataclass(frozen=True)
 class Function:
-    """One public function. `reason` says why it is declared out."""
+    """One public function. `reason`, if there is one, says why it is declared out."""
 
     name: str
-    status: str
-    op_class: str = ""
+    op_class: str
     signature: str = ""
     reason: str = ""
 
@@ -55,18 +53,18 @@ def classes() -> Mapping[str, Mapping[str, bool | str]]:
 
 @cache
 def functions(module: str) -> tuple[Function, ...]:
-    """Every public function of a module."""
+    """Every public function of a module. A row without a class has the file's `default_class`."""
     path = HERE / f"{module}.toml"
     if not path.exists():
         return ()
+    table = read_toml(path)
     out = []
-    for row in read_toml(path).get("function", ()):
-        f = Function(row["name"], row["status"], row.get("class", ""), row.get("signature", ""), row.get("reason", ""))
-        if f.status not in STATUSES or (f.status == "covered" and f.op_class not in classes()) or (
-                f.status == "out" and not f.reason):
-            msg = f"{path.name}: {f.name}: status is one of {STATUSES}; covered needs a class, out a reason"
+    for row in table.get("function", ()):
+        op_class = row.get("class", table["default_class"])
+        if op_class not in classes():
+            msg = f"{path.name}: {row['name']}: unknown class {op_class!r}; known: {', '.join(classes())}"
             raise ValueError(msg)
-        out.append(f)
+        out.append(Function(row["name"], op_class, row.get("signature", ""), row.get("reason", "")))
     return tuple(out)
 
 
