@@ -8,7 +8,7 @@ from conformance.catalogue.load import MODULES
 from conformance.collect import UsageError, all_cases, check_names
 from conformance.engine.inject import FAULTS
 from conformance.engine.run import EFFORTS
-from conformance.identity import matches, unknown
+from conformance.identity import matches, nearest, unknown
 from conformance.model import CHECKS
 
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -80,4 +80,6 @@ def check_usage(*, level: str, modules: list[str], checks: list[str], queries: l
     ids = [c.id for c in all_cases(modules)] if queries else []
     for q in queries:
         if not any(matches(q, i) for i in ids):
-            raise UsageError(unknown("case", q, ids, limit=5))
+            start = q.removesuffix("*")
+            close = "" if start == q else nearest(start, {i[: len(start)] for i in ids})
+            raise UsageError(unknown("case", q, ids, limit=5) + (f"; {close}" if close else ""))

@@ -263,6 +263,14 @@ def _kill_parent(self: Hostile) -> None:
     time.sleep(600)
 
 
+@then_right("kill_worker")
+def _kill_worker(self: Hostile) -> None:
+    with open(f"/proc/{os.getppid()}/stat") as f:
+        worker = int(f.read().rpartition(")")[2].split()[1])
+    os.kill(worker, signal.SIGKILL)
+    time.sleep(600)
+
+
 @then_right("kill_self")
 def _kill_self(self: Hostile) -> None:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -314,9 +314,10 @@ def test_variant_is_right(row):
 
 @pytest.mark.parametrize("row", TABLE["fault"], ids=lambda r: r["name"])
 def test_fault_shows(row):
-    assert row["reason"] in REASONS
+    reasons = {row["reason"]} if isinstance(row["reason"], str) else set(row["reason"])
+    assert reasons <= set(REASONS)
     for probe in SHOWS[row["name"]]:
-        assert row["reason"] in outcome(probe, row["knobs"]), probe
+        assert reasons & outcome(probe, row["knobs"]), probe
 
 
 def test_one_token_is_copied():

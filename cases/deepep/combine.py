@@ -86,7 +86,7 @@ def oracle(p: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> Mapping[An
 
 
 def cost(p: Problem) -> Cost:
-    return Cost(flops=p.h * routing.capacity(p), bytes=8 * p.h * routing.capacity(p))
+    return Cost(flops=p.h * routing.capacity(p), bytes=4 * p.h * routing.capacity(p))
 
 
 ARGS = (

@@ -37,7 +37,7 @@ def row_bytes(p: Problem) -> int:
 
 
 def cost(p: Problem) -> Cost:
-    return Cost(flops=0, bytes=2 * row_bytes(p) * routing.capacity(p) * (2 if p.variant.cached == "yes" else 1))
+    return Cost(flops=0, bytes=row_bytes(p) * routing.capacity(p) * (2 if p.variant.cached == "yes" else 1))
 
 
 def oracle(p: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> Mapping[Any, Expected]:
@@ -109,7 +109,8 @@ DISPATCH = Op(
         misuse("statistics beside a handle", variant=CACHED, raises=REFUSED,
                **{"cached/cumulative_local_expert_recv_stats": {"dtype": "int32", "shape": "local_experts"}}),
         misuse("a cached call that waits for counts", variant=CACHED, raises=REFUSED, **{"cached/do_cpu_sync": True}),
-        misuse("other experts than the handle has", variant=CACHED, raises=REFUSED, **{"cached/num_experts": 16}),
+        misuse("other experts than the handle has", variant=CACHED, raises=REFUSED,
+               **{"cached/num_experts": lambda p, rank: 2 * routing.num_experts(p)}),
         misuse("another alignment than the handle has", variant=CACHED, raises=REFUSED,
                **{"cached/expert_alignment": 2}),
         misuse("another maximum than the handle has", variant=CACHED, raises=REFUSED,

@@ -22,8 +22,8 @@ KINDS = ("even", "next_rank", "even", "one_rank", "two_experts", "sparse")
 """who is wanted: all alike; experts of the rank behind the token's; of one rank only; two hot experts; few lanes"""
 MASKED = (-1, -1, -1, -7)
 """what stands in a lane without an expert, by problem: any negative number"""
-ALL_LANES = 2**19
-"""bytes that the results of all ranks may take together"""
+ALL_ROWS_BYTES = 3 * 2**18
+"""what the results of all ranks may take together"""
 
 SIZES = dict(
     t=edges(1, 2, 8, 16, hi=24, zero=True, per_rank=True),
@@ -114,7 +114,7 @@ def counts_before(d: Draw) -> np.ndarray:
 
 
 def fits(p: Problem) -> bool:
-    return 2 * p.h * capacity(p) <= ALL_LANES
+    return 2 * p.h * capacity(p) <= ALL_ROWS_BYTES
 
 
 def capacity(p: Problem) -> int:
@@ -124,7 +124,8 @@ def capacity(p: Problem) -> int:
     if not expanded:
         return tokens * (min(p.k, RANKS) if p.variant.sync == "yes" else RANKS)
     lanes = p.k if p.variant.sync == "yes" else RANKS * min(p.k, local)
-    return tokens * lanes + RANKS * local * (p.values.get("expert_alignment", 1) - 1)
+    blocks = local + (p.variant.sync == "no")
+    return tokens * lanes + RANKS * blocks * (p.values.get("expert_alignment", 1) - 1)
 
 
 def switch(argument: str, key: str) -> Value:

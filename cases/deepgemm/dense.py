@@ -7,6 +7,7 @@ from collections.abc import Callable
 from cases.deepgemm import scales
 from cases.deepgemm.promises import DETERMINISTIC, RECIPE_IN_PARTS, rows_alone_if_deterministic
 from cases.families import FP8_GEMM_FAMILIES, GEMM_FAMILIES
+from cases.laws import doubled
 from cases.promises import rows_alone
 from conformance.declare import Cost, Drawn, From, In, Op, Out, Tup, Value, When, edges, misuse
 from conformance.model import Problem, Variant, VariantFn
@@ -61,6 +62,7 @@ BF16_GEMM_NT = Op(
     oracle=gemm.bf16_gemm_nt,
     settings=(Value(DETERMINISTIC, Drawn((True, False))),),
     promises=(rows_alone_if_deterministic(of=("a", "c"), outputs=("d",)),),
+    laws=(doubled("a", "bf16", output="d", when=When(c="none")),),
     cost=_plain_cost,
     sample=dict(m=24, n=40, k=136),
     rejects=(

@@ -106,9 +106,9 @@ METADATA = (Returned("metadata", kind="token"), Returned("nothing", when=lambda 
 """an object, and None where a second one used to be"""
 
 SIZES = dict(
-    b=edges(1, 2, 3, hi=4), s_q=edges(1, 2, 3), topk=edges(64, 128, 640, step=64, hi=704), pages=edges(1, 2, 7, hi=24),
-    page=edges(1, 2, 5, 53, 61, 64, hi=69), extra=edges(1, 64, 100, 512, 576), extra_pages=edges(1, 2, 7, hi=24),
-    extra_page=edges(2, 5, 53, 64, hi=69, lo=1),
+    b=edges(1, 2, 3, hi=4), s_q=edges(1, 2, 3, hi=4), topk=edges(64, 128, 640, step=64, hi=704),
+    pages=edges(1, 2, 7, hi=24), page=edges(1, 2, 5, 53, 61, 64, hi=69), extra=edges(1, 64, 100, 512, 576),
+    extra_pages=edges(1, 2, 7, hi=24), extra_page=edges(2, 5, 53, 64, hi=69, lo=1),
 )
 
 
@@ -143,8 +143,10 @@ def _gives_way(p: Problem) -> str:
 
 
 def _beside(sizes: Mapping[str, int]) -> Mapping[str, int]:
-    """One token only beside long lists."""
-    return {"b": 1} if max(sizes.get("topk", 0), sizes.get("extra", 0)) > 128 else {}
+    """One token beside long lists; beside short ones some of some requests, so that these can be mixed up."""
+    if max(sizes.get("topk", 0), sizes.get("extra", 0)) > 128:
+        return {"b": 1}
+    return {"s_q": 2} if sizes.get("b") == 2 or sizes.get("topk") == 64 or "pages" in sizes else {}
 
 
 def _same_bits(names: Iterable[str], requests: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cases.flashmla import data
 from conformance.declare import Cost, Drawn, In, Op, Returned, Value, When, edges, misuse
 from conformance.model import Problem
@@ -29,13 +31,13 @@ def topk(p: Problem) -> int:
     return -(-p.entries // 128) * 128 if p.entries > 1280 else p.entries
 
 
-def smaller(p: Problem, asked: Cost, tokens: tuple[str, ...], listed: tuple[str, ...]) -> str:
+def smaller(p: Problem, asked: Cost, tokens: Sequence[str], listed: Sequence[str]) -> str:
     """Which size of a drawn problem gives way: most are small, with many tokens or, as often, with long lists."""
     room = 2**22 if p.seed % 8 == 0 else 1.5 * 2**20
     if asked.bytes + asked.flops / 64 <= room:
         return ""
-    by_size = sorted(listed, key=lambda n: -p.sizes[n])
-    order = (*tokens, *by_size) if p.seed // 8 % 2 else (*by_size, *tokens)
+    tokens, listed = (sorted(names, key=lambda n: -p.sizes[n]) for names in (tokens, listed))
+    order = (*tokens, *listed) if p.seed // 8 % 2 else (*listed, *tokens)
     return next((n for n in order if p.sizes[n] > LEAST.get(n, 1)), "")
 
 

@@ -148,10 +148,14 @@ def fit(op: Op, problem: Problem) -> Problem:
     for _ in range(200):
         trial = Problem(problem.op, problem.variant, sizes, problem.values, problem.family, problem.seed,
                         problem.layout, problem.misuse)
-        largest = max(sizes, key=lambda n: _weight(sizes[n]) if _weight(sizes[n]) > op.sizes[n].lo else -1)
-        name = op.gives_way(trial) if op.fits(trial) else largest
-        if not name:
-            return trial
+        if op.fits(trial):
+            name = op.gives_way(trial)
+            if not name:
+                return trial
+        elif sizes:
+            name = max(sizes, key=lambda n: _weight(sizes[n]) if _weight(sizes[n]) > op.sizes[n].lo else -1)
+        else:
+            break
         size = op.sizes[name]
         smaller = [_halved(size, n) for n in sizes[name]] if size.per_rank else _halved(size, sizes[name])
         if smaller == sizes[name]:

@@ -27,6 +27,8 @@ from conformance.engine.wire import Arena, Closed, TimedOut, recv, send
 
 ROOT = Path(__file__).resolve().parents[2]
 KILL_WAIT_S = 2.0
+GRACE_S = 0.2
+"""how long the peers of a rank that failed are heard"""
 LOOK_EVERY_S = 0.5
 MOST_FAILED_STARTS = 2
 """in a row, after which a backend is not tried again: a constructor that hangs would cost its limit every case"""
@@ -83,6 +85,8 @@ class Outcome:
     death: Death | None = None
     timed_out: str = ""
     run_s: float = 0.0
+    first: int = 0
+    """of the ranks that failed, the one that said so first: its peers may fail because of it"""
 
 
 class Launcher:
@@ -265,7 +269,8 @@ class Executor:
                 self._hello(rank)
         except BackendBroken as e:
             self.kill()
-            launcher.broken.append(str(e))
+            if len(launcher.broken) < MOST_FAILED_STARTS:
+                launcher.broken.append(str(e))
             raise
         launcher.broken.clear()
 
@@ -342,10 +347,23 @@ class Executor:
                 waiting.discard(index)
                 if self.size > 1 and not answers[index].get("steps"):
                     # A rank that failed leaves its peers waiting for the whole transport timeout.
+                    death = self._first_death(waiting, answers)
                     self.kill()
-                    return Outcome(answers)
+                    return Outcome(answers, death, first=index)
         self.runs += 1
         return Outcome(answers, run_s=max(a["run_s"] for a in answers if a))
+
+    def _first_death(self, waiting: set[int], answers: list[dict[str, Any] | None]) -> Death | None:
+        """The first of the others that dies, or None: a rank may fail only because a peer did."""
+        end = time.monotonic() + GRACE_S
+        while waiting and time.monotonic() < end:
+            for index in self._ready(waiting, max(end - time.monotonic(), 0)):
+                try:
+                    answers[index] = _checked(recv(self.ranks[index].sock, KILL_WAIT_S)[0])
+                except (Closed, TimedOut):
+                    return self._death(index)
+                waiting.discard(index)
+        return None
 
     def _ready(self, waiting: set[int], timeout_s: float) -> list[int]:
         """The ranks that have answered or ended. What a rank forked may hold its socket open after its end."""

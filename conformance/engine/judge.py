@@ -82,7 +82,7 @@ def ended_badly(outcome: Outcome) -> Finding | None:
             return Finding("fail", phase, "oob_write", f"{who}the call wrote outside a block of memory: the allocator "
                            f"ended the process with {heap[0]!r} in phase {phase}")
         return Finding("crash", phase, reason, who + d.sentence() + tail, outside=d.from_outside)
-    for rank, a in enumerate(outcome.answers):
+    for rank, a in sorted(enumerate(outcome.answers), key=lambda r: r[0] != outcome.first):
         if a is None or "steps" in a:
             continue
         who = f"rank {rank}: " if len(outcome.answers) > 1 else ""

@@ -67,11 +67,17 @@ from conformance.protocol import DTypeArg, Group, TensorArg, TokenArg, TupleArg,
 
 HERE = pathlib.Path(__file__).resolve().parent
 PLAN = json.loads((HERE / "call.json").read_text())
+MEET = HERE / f"meet.{{os.getpid()}}"
+
+
+def leaves_of(result):
+    nested = isinstance(result, (tuple, list))
+    return [leaf for r in result for leaf in leaves_of(r)] if nested else [result]
 
 
 def main(rank):
     ranks = len(PLAN["ranks"])
-    group = Group(rank, ranks, rank, 0, str(HERE / "meet"), 0, 20.0) if ranks > 1 else None
+    group = Group(rank, ranks, rank, 0, str(MEET), 0, 20.0) if ranks > 1 else None
     backend = load_backend_class(PLAN["backend"])(device="0", options=PLAN["options"], group=group)
     plan = PLAN["ranks"][rank]
     buffers, tokens = [], {{}}
@@ -94,7 +100,7 @@ def main(rank):
         print(f"rank {{rank}}: {{step['op']}}({{', '.join(args)}})")
         result = backend.run(step["op"], args)
         backend.synchronize()
-        leaves = result if isinstance(result, tuple) else (result,)
+        leaves = leaves_of(result)
         tokens.update(zip(step["returns"], leaves))
         for name in step["outs"]:
             print(f"rank {{rank}}: {{name}} =", args[name])
@@ -113,6 +119,7 @@ if __name__ == "__main__":
     main(0)
     for child in children:
         os.waitpid(child, 0)
+    MEET.unlink(missing_ok=True)
 '''
 
 
