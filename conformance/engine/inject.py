@@ -58,6 +58,8 @@ class Injected:
         self.backend, self.name, self.calls = backend, name, 0
         self.last: dict[tuple[str, int], bytes] = {}
         self.hoard: list[bytearray] = []
+        self.fill = 0xA5
+        """what stands in memory that a callee allocates and does not write"""
 
     def run(self, op: str, kwargs: dict[str, Any], outs: list[str]) -> Any:
         self.calls += 1
@@ -139,13 +141,13 @@ def _ahead(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]
 def _unwritten(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
     item = self.backend.inspect(outs[0])[0].itemsize_bytes
     span = _place(self.backend, outs[0])[2]
-    tail = before[0][1][-item:] if before else b"\xa5" * item
+    tail = before[0][1][-item:] if before else bytes([self.fill]) * item
     _write(self.backend, outs[0], tail, span - item)
 
 
 def _untouched(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
     for i, t in enumerate(outs):
-        _write(self.backend, t, before[i][1] if i < len(before) else b"\xa5" * _place(self.backend, t)[2])
+        _write(self.backend, t, before[i][1] if i < len(before) else bytes([self.fill]) * _place(self.backend, t)[2])
 
 
 def _stale(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:

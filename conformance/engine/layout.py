@@ -271,6 +271,8 @@ class Planner:
         return tuple(out)
 
     def extra(self, step: Step, name: str, value: Any) -> Arg:
+        if callable(value):
+            value = value(self.problem, self.rank)
         if not isinstance(value, Mapping):
             return ValueArg(value)
         return self.array(step, In(name, value["dtype"], ""), value["dtype"], self.override_shape(value["shape"]))

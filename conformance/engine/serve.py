@@ -154,6 +154,8 @@ class _Run:
             self.settings_before[module] = self.backend.get_settings(module)
             self.backend.set_settings(module, settings)
         watched = self.backend.poison_pool(request["poison"])
+        if server.injected:
+            server.injected.fill = request["poison"]
         modules = {raw["op"].partition(".")[0] for raw in request["steps"]}
         settings = {m: self.backend.get_settings(m) for m in modules}
         # The results of this run stay referenced until the next run is over: a callee
