@@ -30,7 +30,8 @@ def coverage_text() -> str:
 
 def check_table() -> str:
     """Op by check in Markdown: the number of cases, or why the check does not apply."""
-    rows, notes = [], []
+    rows: list[list[str]] = []
+    notes: dict[tuple[str, str], int] = {}
     for op in ops():
         count = Counter(c.check for c in full_cases(op))
         row = [op.name]
@@ -39,11 +40,11 @@ def check_table() -> str:
             if needed is True:
                 row.append(str(count[check]))
             else:
-                notes.append(f"{check} of {op.name}: {needed}")
-                row.append(f"does not apply[^{len(notes)}]")
+                number = notes.setdefault((check, str(needed)), len(notes) + 1)
+                row.append(f"does not apply[^{number}]")
         rows.append(row)
     table = tabulate(rows, ("op", *CHECKS), tablefmt="github", disable_numparse=True)
-    return table + "\n\n" + "\n".join(f"[^{i}]: {n}." for i, n in enumerate(notes, 1)) + "\n"
+    return table + "\n\n" + "\n".join(f"[^{i}]: {check}: {why}." for (check, why), i in notes.items()) + "\n"
 
 
 def write_docs(path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from conformance.collect import UsageError
-from conformance.journal import Journal, differing, lost_evidence
+from conformance.journal import Journal, RunDirError, differing, lost_evidence
 from conformance.progress import bad_line
-from conformance.results import BadLine, Record, exit_code, read_lines, read_run
+from conformance.results import EXIT_INTERNAL, BadLine, Record, Run, exit_code, read_lines, read_run
 
 
 def merge_runs(shards: list[Path], out: Path) -> tuple[str, int]:
@@ -34,18 +34,30 @@ def merge_runs(shards: list[Path], out: Path) -> tuple[str, int]:
                 msg = f"{case_id} is {other.verdict} in one shard, {record.verdict} in {run.path}; run it again alone"
                 raise UsageError(msg)
             records[case_id] = record
-    journal = Journal(out, resume=False)
-    info: dict[str, Any] = {**first, "command": ["conformance", "merge", *map(str, shards)],
-                            "planned": sorted({i for r in runs for i in r.info.get("planned", ())}),
-                            "started": min(r.info.get("started", 0) for r in runs)}
-    journal.write_info(info)
-    for run in runs:
-        for row in read_lines(run.path / "problems.jsonl", bad) if (run.path / "problems.jsonl").exists() else ():
-            journal.append_problem(row)
-        if (run.path / "artifacts").is_dir():
-            shutil.copytree(run.path / "artifacts", out / "artifacts", dirs_exist_ok=True)
-    journal.close(records.values(), info)
+    if (out / "run.json").exists():
+        msg = f"{out} holds a run already; name another --out"
+        raise UsageError(msg)
+    try:
+        _write(runs, records, bad, out)
+    except (RunDirError, OSError) as e:
+        return f"not merged: {e}", EXIT_INTERNAL
     bad.extend(lost_evidence(out, records.values()))
     lines = [bad_line(b) for b in bad[:5]]
     lines.append(f"{len(records)} cases of {len(runs)} shards in {out}")
     return "\n".join(lines), exit_code(records.values())
+
+
+def _write(runs: list[Run], records: dict[str, Record], bad: list[BadLine], out: Path) -> None:
+    first = runs[0].info
+    journal = Journal(out, resume=False)
+    info: dict[str, Any] = {**first, "command": ["conformance", "merge", *(str(r.path) for r in runs)],
+                            "planned": sorted({i for r in runs for i in r.info.get("planned", ())}),
+                            "started": min(r.info.get("started", 0) for r in runs)}
+    journal.write_info(info)
+    for run in runs:
+        for file in sorted(run.path.glob("problems*.jsonl")):
+            for row in read_lines(file, bad):
+                journal.append_problem(row)
+        if (run.path / "artifacts").is_dir():
+            shutil.copytree(run.path / "artifacts", out / "artifacts", dirs_exist_ok=True)
+    journal.close(records.values(), info)

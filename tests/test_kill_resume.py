@@ -74,15 +74,16 @@ def strike(proc: subprocess.Popen[str], mark: str, kind: str, rng: random.Random
     return False
 
 
-@pytest.mark.parametrize("kind", ["controller", "worker", "zygote", "executor"])
-def test_killed_and_resumed(kind: str, undisturbed: Ended, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds_struck", ["controller", "worker", "zygote executor"])
+def test_killed_and_resumed(kinds_struck: str, undisturbed: Ended, tmp_path: Path) -> None:
     struck = 0
     for moment in range(MOMENTS):
-        rng = random.Random(f"{kind} {moment}")
+        rng = random.Random(f"{kinds_struck} {moment}")
         path, mark = tmp_path / f"run{moment}", uuid.uuid4().hex
         proc = start(argv(path, *OPTIONS, backend=HOSTILE), mark)
-        struck += strike(proc, mark, kind, rng, path)
-        if kind == "controller":
+        for kind in kinds_struck.split():
+            struck += strike(proc, mark, kind, rng, path)
+        if kinds_struck == "controller":
             assert gone_within(mark, 2.0), "a process outlives the controller"
         text, _ = proc.communicate(timeout=240)
         assert gone_within(mark, 2.0), "a process outlives the run"

@@ -75,8 +75,13 @@ def preload(options: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[None]:
-    """Temporary files of a compile go to a folder that is removed, for TileLang leaves them behind."""
-    with tempfile.TemporaryDirectory(prefix="tilelang-build-") as folder:
+    """Temporary files of a compile go to a folder that is removed, for TileLang leaves them behind.
+
+    It stands in the cache, so that what a killed process can't remove does not pile up elsewhere.
+    """
+    cache = os.environ["TILELANG_CACHE_DIR"]
+    os.makedirs(cache, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as folder:
         before, tempfile.tempdir = tempfile.tempdir, folder
         try:
             yield

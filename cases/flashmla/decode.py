@@ -24,6 +24,7 @@ from conformance.declare import (
     Token,
     Value,
     When,
+    choices,
     edges,
     misuse,
 )
@@ -106,7 +107,7 @@ METADATA = (Returned("metadata", kind="token"), Returned("nothing", when=lambda 
 """an object, and None where a second one used to be"""
 
 SIZES = dict(
-    b=edges(1, 2, 3, hi=4), s_q=edges(1, 2, 3, hi=4), topk=edges(64, 128, 640, step=64, hi=704),
+    b=choices(1, 2, 3, 4), s_q=choices(1, 2, 3, 4), topk=edges(64, 128, 640, step=64, hi=704),
     pages=edges(1, 2, 7, hi=24), page=edges(1, 2, 5, 53, 61, 64, hi=69), extra=edges(1, 64, 100, 512, 576),
     extra_pages=edges(1, 2, 7, hi=24), extra_page=edges(2, 5, 53, 64, hi=69, lo=1),
 )
