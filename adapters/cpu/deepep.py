@@ -34,6 +34,7 @@ from adapters.cpu.kernels.ep_dispatch import EXPERT_COUNT, Options, Shape
 from adapters.cpu.kernels.ep_objects import EPBuffer, EPHandle, EventHandle, EventOverlap
 from adapters.cpu.kernels.exchange import Wire, align
 from adapters.cpu.kernels.knobs import Knobs
+from adapters.cpu.kernels.pipe import PPBuffer
 
 FAULTS = {
     "max_tokens_exclusive": "as many tokens as the declared maximum are refused",
@@ -50,6 +51,8 @@ class Adapter:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
+        self.pipes: list[PPBuffer] = []
+        """kept, so that no send is dropped while a peer has yet to take it"""
 
     @property
     def knobs(self) -> Knobs:
@@ -141,6 +144,25 @@ class Adapter:
     def EventOverlap__wait(self, event: EventOverlap) -> Any:
         """What `EventOverlap.wait` returns: after a deferred call its results, else None."""
         return event.wait()
+
+    def PPBuffer(
+        self, group: Any = None, num_max_tensor_bytes: int = 0, num_max_inflight_tensors: int = 0,
+        sl_idx: int | None = None, num_gpu_timeout_secs: int = 100, explicitly_destroy: bool = False,
+    ) -> PPBuffer:
+        """A pipe to both neighbours in the ring of ranks. Collective."""
+        assert group is None, "the group of this backend is given by its constructor"
+        require(num_max_tensor_bytes > 0 and num_max_inflight_tensors > 0, "room for at least one tensor")
+        self.pipes = [p for p in self.pipes if not all(work.is_completed() for work, _ in p.sent)]
+        self.pipes.append(PPBuffer(self.wire, num_max_tensor_bytes, num_max_inflight_tensors))
+        return self.pipes[-1]
+
+    def PPBuffer__send(self, buffer: PPBuffer, x: torch.Tensor, dst_rank_idx: int, num_sms: int | None = None) -> None:
+        """Sends x (any dtype, contiguous, a multiple of 32 bytes) to a neighbour. Raises RuntimeError for any other."""
+        buffer.send(x, dst_rank_idx)
+
+    def PPBuffer__recv(self, buffer: PPBuffer, x: torch.Tensor, src_rank_idx: int, num_sms: int | None = None) -> None:
+        """Fills x with the oldest tensor from a neighbour, of the same bytes. Raises RuntimeError as `send` does."""
+        buffer.recv(x, src_rank_idx, self.knobs)
 
     def EPHandle__read(self, handle: EPHandle, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
         """Public attributes of a handle as tensors: a tensor as it is, a list int32 [n], a number int32 [1]."""

@@ -1,4 +1,4 @@
-"""TileKernels on the CPU: the public functions over the blocked kernels of `kernels.quant` and `kernels.rows`."""
+"""TileKernels on the CPU: the public functions over the blocked kernels of `kernels`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from adapters.cpu.kernels import quant, rows
+from adapters.cpu.kernels import engram, quant, rows
 from adapters.cpu.kernels.knobs import Knobs
 
 FAULTS = {
@@ -29,6 +29,7 @@ MAX_TOPK = 32
 _FLOATS = (torch.bfloat16, torch.float32)
 _TMA_BYTES = 16
 _PACKED_GROUPS = 4
+_OPTIMISER_BLOCK = 256
 _DATA = {"e4m3": (torch.float8_e4m3fn, 1), "e2m1": (torch.int8, 2)}
 """Storage dtype and codes an element."""
 
@@ -58,6 +59,34 @@ class Adapter:
             msg = "device assertion: a score is not finite"
             raise RuntimeError(msg)
         return rows.best_of_row(scores, num_topk, self._knobs)
+
+    def engram__engram_sinkhorn_momentum_update(
+        self, grad: torch.Tensor, momentum_buffer: torch.Tensor, beta1: float, nesterov: bool = True
+    ) -> torch.Tensor:
+        """The update, fp32 [n]; momentum_buffer [n] holds the new momentum. grad: [n]; both bf16 or fp32, n % 256 == 0."""
+        _require(grad.dim() == 1 and grad.shape == momentum_buffer.shape, "grad and momentum_buffer: [n]")
+        _require(grad.dtype in _FLOATS and momentum_buffer.dtype in _FLOATS, "grad, momentum_buffer: bf16 or fp32")
+        _require(len(grad) % _OPTIMISER_BLOCK == 0, "n must be a multiple of 256")
+        return engram.momentum_update(grad, momentum_buffer, beta1, nesterov, self._knobs)
+
+    def engram__engram_sinkhorn_step(
+        self, matrix: torch.Tensor, row_scale: torch.Tensor, col_scale: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(row_norm [r], col_sumsq_partial [blocks, d]); row_scale [r] is divided by row_norm + eps.
+
+        matrix: [r, d], col_scale: [d], all fp32, d % 256 == 0.
+        """
+        tensors = (matrix, row_scale, col_scale)
+        _require(all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors), "fp32, contiguous")
+        _require(matrix.dim() == 2 and matrix.shape[1] % _OPTIMISER_BLOCK == 0, "matrix: [r, d], d a multiple of 256")
+        _require(matrix.shape == (*row_scale.shape, *col_scale.shape), "row_scale: [r], col_scale: [d]")
+        return engram.sinkhorn_step(matrix, row_scale, col_scale, eps, self._knobs)
+
+    def engram__engram_sinkhorn_step_reduce(self, col_sumsq_partial: torch.Tensor, col_sumsq: torch.Tensor) -> None:
+        """col_sumsq fp32 [d] becomes the sum of col_sumsq_partial [blocks, d] over the blocks."""
+        _require(col_sumsq.dtype == torch.float32, "col_sumsq: fp32")
+        _require(col_sumsq_partial.shape[1:] == col_sumsq.shape, "col_sumsq: [d]")
+        engram.sinkhorn_step_reduce(col_sumsq_partial, col_sumsq, self._knobs)
 
     def quant__per_token_cast(
         self,

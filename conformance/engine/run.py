@@ -141,7 +141,8 @@ class _CaseRun:
             self.lineage.append(problem)
         record.examples = {"executed": executed, "unsupported": skipped}
         if not executed:
-            record.status = "unsupported"
+            # Too large for the level says nothing about the backend.
+            record.status = "unsupported" if outside else "skipped"
             record.message = outside or "no drawn problem is small enough for this level"
         elif record.status == "error" and not record.message:
             self.passed()
