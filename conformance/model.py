@@ -244,7 +244,10 @@ class DType:
 
 @dataclass(frozen=True)
 class Value:
-    """A plain argument: a constant, Drawn, SizeOf, DType, From, or a function of the problem."""
+    """A plain argument: a constant, Drawn, SizeOf, DType, From, or a function of the variant.
+
+    What depends on the rank is a SizeOf a size that `derived` gives as a list, a number a rank.
+    """
 
     name: str
     value: Any
@@ -274,7 +277,8 @@ class Returned:
     """One leaf of what the public function returns; `None` is expected where `when` fails.
 
     same_as: the argument that must be this very object where it was given; may depend on the variant.
-    kind: array | int | float | bool | token. Two leaves with the same `inside` stand in one tuple.
+    kind: array | int | float | bool | token. A token is an object that a later step takes; with a format it is a tensor
+    whose shape and contents are the callee's own affair. Two leaves with the same `inside` stand in one tuple.
     row_align: bytes that the row stride must be a multiple of; without it strides are free.
     major: number of the axis, of the last two, whose elements lie side by side (default the last).
     """

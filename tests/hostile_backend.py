@@ -348,7 +348,7 @@ def _handlers(self: Hostile) -> None:
 
 @then_right("threads_left")
 def _threads(self: Hostile) -> None:
-    for daemon in (True, False, False):
+    for daemon in (True, False, False) if self.calls == 1 else ():
         threading.Thread(target=time.sleep, args=(600,), daemon=daemon).start()
 
 
@@ -424,8 +424,10 @@ def recycled_buffer(self: Hostile, kw: dict[str, Any], right: Call) -> Any:
     result = right()
     for old in self.kept:
         if old[1].shape == result[1].shape and old[1].dtype == result[1].dtype:
-            old[1].copy_(result[1])
-            return result[0], old[1]
+            for there, new in zip(old, result, strict=True):
+                if there is not None:
+                    there.copy_(new)
+            return old
     self.kept.append(result)
     return result
 

@@ -52,7 +52,7 @@ class Adapter:
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.pipes: list[PPBuffer] = []
-        """kept, so that no send is dropped while a peer has yet to take it"""
+        """all that were made, so that no send is dropped while a peer has yet to take it"""
 
     @property
     def knobs(self) -> Knobs:
@@ -152,8 +152,7 @@ class Adapter:
         """A pipe to both neighbours in the ring of ranks. Collective."""
         assert group is None, "the group of this backend is given by its constructor"
         require(num_max_tensor_bytes > 0 and num_max_inflight_tensors > 0, "room for at least one tensor")
-        self.pipes = [p for p in self.pipes if not all(work.is_completed() for work, _ in p.sent)]
-        self.pipes.append(PPBuffer(self.wire, num_max_tensor_bytes, num_max_inflight_tensors))
+        self.pipes.append(PPBuffer(self.wire, num_max_tensor_bytes, num_max_inflight_tensors, len(self.pipes)))
         return self.pipes[-1]
 
     def PPBuffer__send(self, buffer: PPBuffer, x: torch.Tensor, dst_rank_idx: int, num_sms: int | None = None) -> None:

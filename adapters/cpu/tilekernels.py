@@ -63,7 +63,10 @@ class Adapter:
     def engram__engram_sinkhorn_momentum_update(
         self, grad: torch.Tensor, momentum_buffer: torch.Tensor, beta1: float, nesterov: bool = True
     ) -> torch.Tensor:
-        """The update, fp32 [n]; momentum_buffer [n] holds the new momentum. grad: [n]; both bf16 or fp32, n % 256 == 0."""
+        """The update, fp32 [n]; momentum_buffer [n] then holds the new momentum.
+
+        grad: [n]; both bf16 or fp32, n a multiple of 256.
+        """
         _require(grad.dim() == 1 and grad.shape == momentum_buffer.shape, "grad and momentum_buffer: [n]")
         _require(grad.dtype in _FLOATS and momentum_buffer.dtype in _FLOATS, "grad, momentum_buffer: bf16 or fp32")
         _require(len(grad) % _OPTIMISER_BLOCK == 0, "n must be a multiple of 256")

@@ -43,6 +43,16 @@ def recv(name: str, when: VariantFn = ALWAYS) -> Step:
         Value("src_rank_idx", Size("src_rank"))), (), when)
 
 
+def both_ends(x: Mapping[str, Any]) -> dict[str, Any]:
+    """The override in both calls: a recv whose send was refused would wait for ever."""
+    return {"send/x": x, "recv/x": x}
+
+
+def opposite(p: Problem, rank: int) -> int:
+    """The one rank of four that is no neighbour."""
+    return (rank + 2) % pipe.RANKS
+
+
 RECV = Op(
     "deepep.PPBuffer.recv",
     doc="the tensors that a neighbour sent, byte for byte and in its order",
@@ -62,15 +72,16 @@ RECV = Op(
     cost=lambda p: Cost(flops=0, bytes=2 * UNIT_BYTES * sum(p.units)),
     sample=dict(units=[3, 1, 4, 2]),
     rejects=(
-        misuse("a tensor of 48 bytes", variant={"x": "bf16"}, raises=REFUSED, **{"send/x": {"shape": "24"}}),
-        misuse("an empty tensor", raises=REFUSED, **{"send/x": {"shape": "0"}}),
-        misuse("a tensor larger than the buffer was made for", variant={"x": "bf16"}, raises=REFUSED,
-               **{"send/x": {"shape": "max_bytes"}}),
-        misuse("rows with gaps", variant={"x": "bf16"}, raises=REFUSED,
-               **{"send/x": {"shape": "2 16", "row_bytes_extra": 32}}),
-        misuse("to the rank opposite", raises=REFUSED, **{"send/dst_rank_idx": lambda p, rank: (rank + 2) % pipe.RANKS}),
-        misuse("from the rank opposite", raises=REFUSED,
-               **{"recv/src_rank_idx": lambda p, rank: (rank + 2) % pipe.RANKS}),
+        misuse("tensors of 48 bytes", variant={"x": "bf16"}, raises=REFUSED, **both_ends({"shape": "24"})),
+        misuse("empty tensors", raises=REFUSED, **both_ends({"shape": "0"})),
+        misuse("tensors larger than the buffer was made for", variant={"x": "bf16"}, raises=REFUSED,
+               **both_ends({"shape": "max_bytes"})),
+        misuse("tensors with gaps", variant={"x": "bf16"}, raises=REFUSED,
+               **both_ends({"shape": "2 16", "row_bytes_extra": 32})),
+        misuse("to and from the rank opposite", raises=REFUSED,
+               **{"send/dst_rank_idx": opposite, "recv/src_rank_idx": opposite}),
+        misuse("from the rank opposite", raises=REFUSED, **{"recv/src_rank_idx": opposite}),
+        misuse("room for no tensor", raises=REFUSED, **{"make/num_max_inflight_tensors": 0}),
     ),
 )
 

@@ -57,7 +57,7 @@ SINKHORN_STEP = Op(
               In("row_scale", "fp32", "r", role="inout", data=scales),
               In("col_scale", "fp32", "d", data=scales),
               Value("eps", Drawn((1e-8, 1e-3)))),
-             (Returned("row_norm", "fp32", "r"), Returned("partial", kind="token"))),
+             (Returned("row_norm", "fp32", "r"), Returned("partial", "fp32", kind="token"))),
         Step("reduce", "tilekernels.engram.engram_sinkhorn_step_reduce",
              (Token("col_sumsq_partial", of="partial"), Out("col_sumsq", "fp32", "d")), ()),
     ),
@@ -69,7 +69,8 @@ SINKHORN_STEP = Op(
     rejects=(
         misuse("matrix in BF16", raises=REFUSED, **{"step/matrix": {"dtype": "bf16"}}),
         misuse("matrix of one axis", raises=REFUSED, **{"step/matrix": {"shape": "d"}}),
-        misuse("128 columns", raises=REFUSED, **{"step/matrix": {"shape": "r 128"}, "step/col_scale": {"shape": "128"}}),
+        misuse("128 columns", raises=REFUSED,
+               **{"step/matrix": {"shape": "r 128"}, "step/col_scale": {"shape": "128"}}),
         misuse("a row scale one row short", raises=REFUSED, **{"step/row_scale": {"shape": "r-1"}}),
         misuse("a column scale of other columns", raises=REFUSED, **{"step/col_scale": {"shape": "d+256"}}),
         misuse("sums of other columns", raises=REFUSED, **{"reduce/col_sumsq": {"shape": "d+256"}}),

@@ -260,6 +260,8 @@ class Executor:
         self.launcher, self.size, self.attempt = launcher, ranks, launcher.starts
         self.alive = True
         self.runs = 0
+        self.calls: list[str] = []
+        """what the run under way calls, in order"""
         self.folder = tempfile.mkdtemp(prefix="ranks-") if ranks > 1 else None
         self.ranks: list[_Rank] = []
         try:
@@ -311,6 +313,7 @@ class Executor:
 
     def send(self, requests: Sequence[Mapping[str, Any]]) -> None:
         """Hand each rank its request, without waiting for answers."""
+        self.calls = [step["op"] for step in requests[0].get("steps", ())]
         for rank, request in zip(self.ranks, requests, strict=True):
             with contextlib.suppress(Closed):
                 send(rank.sock, request)
@@ -374,7 +377,9 @@ class Executor:
         arena = self.ranks[index].arena
         phase = PHASES[min(arena.view[0], len(PHASES) - 1)]
         name = f"rank {index} in " if self.size > 1 else "in "
-        return f"{name}phase {phase}" + (f", step {arena.view[1]}" if arena.view[1] else "")
+        step = arena.view[1]
+        said = 1 < len(self.calls) > step and phase not in ("compare", "teardown")
+        return f"{name}phase {phase}" + (f" of {self.calls[step]}" if said else "")
 
     def phase(self, index: int = 0) -> str:
         return PHASES[min(self.ranks[index].arena.view[0], len(PHASES) - 1)]

@@ -156,9 +156,10 @@ def _words(structure: Any) -> str:
 
 def _read_leaf(example: Example, rank: int, expect: Expectation, leaf: Mapping[str, Any], seen: Seen) -> None:
     kind = leaf["kind"]
-    if expect.kind in ("none", "token"):
-        if expect.kind == "token" and kind != "token":
-            seen.fail("contract", f"{expect.key} is a {kind}; its contract says an object")
+    if expect.kind == "none":
+        return
+    if expect.kind == "token":
+        _read_token(expect, leaf, seen)
         return
     if expect.kind in ("int", "float", "bool", "str"):
         if kind != expect.kind:
@@ -182,6 +183,15 @@ def _read_leaf(example: Example, rank: int, expect: Expectation, leaf: Mapping[s
     codes = _read_tensor(example, rank, expect, leaf, seen)
     if codes is not None:
         seen.outputs[expect.key], seen.formats[expect.key] = codes, expect.format
+
+
+def _read_token(expect: Expectation, leaf: Mapping[str, Any], seen: Seen) -> None:
+    """An object, or with a format a tensor of that dtype whose shape and contents are the callee's own affair."""
+    due = "tensor" if expect.format else "token"
+    if leaf["kind"] != due:
+        seen.fail("contract", f"{expect.key} is a {leaf['kind']}; its contract says {_words(due)}")
+    elif expect.format and leaf["dtype"] != (storage := FORMATS[expect.format].storage):
+        seen.fail("dtype", f"{expect.key} has dtype {leaf['dtype']}; its contract says {storage}")
 
 
 def _read_argument(example: Example, rank: int, expect: Expectation, leaf: Mapping[str, Any], seen: Seen) -> None:

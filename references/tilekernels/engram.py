@@ -75,6 +75,7 @@ def engram_sinkhorn_step(problem: Problem, inputs: Inputs, profile: Mapping[str,
         norm_off = norm_off + function("sqrt") * (norm + norm_off)
         after = before / (norm + eps)
         relative = (norm_off / (norm + eps) + gamma(2, U32)) * (1 + 2 * _HOPELESS) + function("divide")
+        relative = np.where(np.isinf(norm), 0.0, relative)  # a row with an infinity gets the scale 0
         free = np.isfinite(squares) & (relative > _HOPELESS)
         free |= np.isfinite(matrix).all(axis=1) & (squares + off >= codec.overflow_threshold("fp32"))
         scaled = after[:, None] * matrix * columns

@@ -16,7 +16,9 @@ FAULTS = {
 KNOBS = ("tile_m", "k_order", *tile_io.KNOBS)
 
 
-def momentum_update(grad: torch.Tensor, buffer: torch.Tensor, beta: float, nesterov: bool, knobs: Knobs) -> torch.Tensor:
+def momentum_update(
+    grad: torch.Tensor, buffer: torch.Tensor, beta: float, nesterov: bool, knobs: Knobs
+) -> torch.Tensor:
     """Writes the new momentum into buffer [n] and returns the update, fp32 [n]."""
     update = torch.empty(len(grad))
     for part in tile_io.row_tiles(len(grad), knobs):

@@ -1,4 +1,4 @@
-"""A ring of ranks that hand tensors on: sends that wait for nobody, until as many are under way as the buffer allows."""
+"""A ring of ranks that hand tensors on: a send waits only where as many are under way as the buffer allows."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class PPBuffer:
     wire: Wire
     max_bytes: int
     max_inflight: int
+    tag: int
+    """of its messages, the same on all ranks: what an earlier buffer left under way is none of this one's"""
     sent: deque[tuple[Any, torch.Tensor]] = field(default_factory=deque)
     early: dict[int, torch.Tensor] = field(default_factory=dict)
     """a tensor that the fault `pipe_reorders` has overtaken, by source"""
@@ -45,7 +47,7 @@ class PPBuffer:
         while len(self.sent) >= self.max_inflight:
             self.sent.popleft()[0].wait()
         copy = _bytes(x).clone()
-        self.sent.append((dist.isend(copy, to), copy))
+        self.sent.append((dist.isend(copy, to, tag=self.tag), copy))
 
     def recv(self, x: torch.Tensor, source: int, knobs: Knobs) -> None:
         """Fills x with the oldest tensor that `source` sent and that was not received yet."""
@@ -53,11 +55,11 @@ class PPBuffer:
         got = self.early.pop(source, None)
         if got is None:
             got = torch.empty_like(_bytes(x))
-            dist.recv(got, source)
+            dist.recv(got, source, tag=self.tag)
             if knobs.fault == "pipe_reorders" and self.max_inflight > 1:
                 self.early[source] = got
                 got = torch.empty_like(got)
-                dist.recv(got, source)
+                dist.recv(got, source, tag=self.tag)
         kept = len(got) - TMA_ALIGN_BYTES if knobs.fault == "pipe_short" else len(got)
         _bytes(x)[:kept].copy_(got[:kept])
 

@@ -1,0 +1,257 @@
+"""The controller of a run: owns the run directory, tells how it goes, and decides the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import backends, waivers
+from conformance.bench import THREAD_VARIABLES
+from conformance.collect import ROOT, UsageError, check_names, ops, ops_by_file
+from conformance.journal import Journal, RunDirError, differing
+from conformance.options import check_usage
+from conformance.progress import Progress, bad_line
+from conformance.protocol import description_to_json
+from conformance.results import (
+    EXIT_INCONCLUSIVE,
+    EXIT_INTERNAL,
+    EXIT_NOTHING_RUN,
+    SCHEMA_VERSION,
+    Record,
+    exit_code,
+    read_lines,
+    verdict_of,
+)
+from conformance.worker import Run, Worker
+
+CASE_PROPERTY = "conformance"
+"""user property of a test report that carries id, status and verdict of its case"""
+RUN_DIR_ERROR = "conformance run directory"
+"""user property that says why the run directory takes no more"""
+SURVIVING_DIST = ("no", "load", "worksteal")
+
+
+class Controller(Worker):
+    """Owns the run directory and the exit code."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        Run.__init__(self, config)
+        o = config.getoption
+        check_usage(level=self.level, modules=self.modules, checks=self.checks, queries=self.queries,
+                    inject=o("--inject"), examples=o("--examples"), resume=o("--resume"), run_dir=o("--run-dir"))
+        dist = o("dist", "no")
+        if dist not in SURVIVING_DIST:
+            msg = f"--dist={dist} does not survive a dead worker; use one of {', '.join(SURVIVING_DIST)}"
+            raise UsageError(msg)
+        for variable in THREAD_VARIABLES:
+            os.environ[variable] = "1"
+        self.progress: Progress | None = None
+        self.lost: dict[str, str] = {}
+        self.broken = ""
+        """why the run directory takes no more"""
+        self.failures, self.interrupted = 0, False
+        waiver_file = o("--waivers")
+        waiver_text = ""
+        if waiver_file:
+            waivers.load(Path(waiver_file))
+            waiver_text = Path(waiver_file).read_text()
+        description = backends.describe(self.backend, self.options)
+        if o("--collect-only"):
+            self.journal = None
+        else:
+            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            name = self.backend.rpartition(":")[2] if ":" in self.backend else self.backend
+            self.journal = Journal(Path(o("--run-dir") or f"runs/{name}-{stamp}"), resume=o("--resume"))
+        planned = [c.id for c in self.legal()]
+        fixed = _read_problems(o("--problems"))
+        handed = {
+            "done": sorted(self.journal.done) if self.journal else [],
+            "run_dir": str(self.journal.path.resolve()) if self.journal else "",
+            "description": description_to_json(description), "waivers": waiver_text,
+            "claimed": claimed_ops(o("--claim")), "fixed": fixed, "controller": os.getpid(),
+        }
+        Worker.__init__(self, config, handed)
+        self.info = run_info(self, description, planned)
+        self.complaints = backends.complaints(description, ops(self.modules))
+        if self.journal:
+            before = self.journal.before
+            if before:
+                field = differing(before, self.info)
+                if field:
+                    self.journal.release()
+                    msg = f"--resume: the run in {self.journal.path} began otherwise; it differs in {field}"
+                    raise UsageError(msg)
+                self.info["planned"] = list(dict.fromkeys([*before.get("planned", ()), *planned]))
+                self.info["started"] = before.get("started", self.info["started"])
+            self.journal.write_info(self.info)
+
+    def pytest_configure_node(self, node: Any) -> None:
+        """Called by xdist for each worker before it starts."""
+        node.workerinput["conformance"] = self.handed
+
+    def pytest_report_header(self) -> str:
+        where = f", run directory {self.journal.path}" if self.journal else ""
+        more = f", {len(self.done)} done before" if self.done else ""
+        seed = self.config.getoption("--seed")
+        lines = [f"conformance: backend {self.backend}, level {self.level}, seed {seed}{more}{where}"]
+        lines += [bad_line(b) for b in (self.journal.bad[:5] if self.journal else ())]
+        return "\n".join(lines)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and self.journal and self.progress is None:
+            total = len(self.selected())
+            self.progress = Progress(reporter, self.run_dir, total, live=reporter._tw.hasmarkup)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
+        verdict = _property(report)
+        if verdict is None or report.when != "call":
+            return None
+        if hasattr(report, "wasxfail"):
+            return "xfailed", "", ""
+        return report.outcome, "", ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if self.progress is None:
+            self.pytest_collection_finish(None)  # type: ignore[arg-type]
+        found = _property(report)
+        self.failures += bool(report.failed)
+        if not self.broken and (why := _property(report, RUN_DIR_ERROR)):
+            self.broken = why
+            for loop in (self.session, self.config.pluginmanager.getplugin("dsession")):
+                if loop is not None:
+                    loop.shouldstop = why
+            return
+        if report.when == "call" and found is not None and self.progress is not None:
+            self.progress.done(found["verdict"])
+        elif report.failed and "::" in report.nodeid and found is None:
+            self.lost[report.nodeid.split("::", 1)[1]] = str(report.longrepr)[:500]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        Worker.pytest_sessionfinish(self)
+        if self.journal is None:
+            return
+        self.records = self.final_records()
+        try:
+            self.journal.close(self.records.values(), self.info)
+        except RunDirError as e:
+            self.broken = self.broken or str(e)
+        if self.broken:
+            session.exitstatus = EXIT_INTERNAL
+            return
+        # A run that -x or --maxfail ended was not interrupted: its verdict is that of what it found.
+        maxfail = self.config.getoption("maxfail") or 0
+        enough = not self.interrupted and 0 < maxfail <= self.failures
+        kept = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
+        if not enough and (exitstatus in kept or session.exitstatus in kept):
+            return
+        code = exit_code(self.records.values())
+        if code == EXIT_NOTHING_RUN and self.complaints:
+            code = EXIT_INCONCLUSIVE
+        session.exitstatus = code
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self.session = session
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.interrupted = excinfo.type is KeyboardInterrupt
+
+    def final_records(self) -> dict[str, Record]:
+        """Every planned case: what stands in the directory, else why it has no record."""
+        assert self.journal is not None
+        found = self.journal.records()
+        for case in self.legal():
+            if case.id in found:
+                continue
+            status, message = "not_run", "the run ended before it"
+            if case.id in self.lost:
+                status, message = "error", f"the worker that ran it was lost: {self.lost[case.id]}"
+            record = Record(case.id, case.op.module, case.op.name, dict(case.variant), case.check, self.level, status,
+                            message=message, backend=self.backend, seed=self.config.getoption("--seed"))
+            record.verdict = verdict_of(status, "none", required=case.op.name in self.handed["claimed"]).value
+            found[case.id] = record
+        return found
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.journal is None or not hasattr(self, "records"):
+            return
+        from conformance.summary import write_summary
+
+        if self.broken:
+            terminalreporter.write_line(self.broken)
+            return
+        for c in self.complaints[:10]:
+            terminalreporter.write_line(f"the description of {self.backend} names {c}")
+        write_summary(terminalreporter, self.journal.path, self.records, self.journal.bad, self.waivers)
+
+
+def _property(report: Any, key: str = CASE_PROPERTY) -> Any:
+    return next((v for k, v in getattr(report, "user_properties", ()) if k == key), None)
+
+
+def _read_problems(run: str | None) -> dict[str, list[Any]] | None:
+    if not run:
+        return None
+    file = Path(run) / "problems.jsonl"
+    if not file.exists():
+        msg = f"--problems={run}: no problems.jsonl there; name a run directory that was closed"
+        raise UsageError(msg)
+    out: dict[str, list[Any]] = {}
+    for row in read_lines(file, []):
+        out.setdefault(row["id"], []).append(row["problem"])
+    return out
+
+
+def claimed_ops(claim: str | None) -> list[str]:
+    """The ops a claim lists. Raises UsageError."""
+    if claim is None:
+        return []
+    known = [op.name for group in ops_by_file().values() for op in group]
+    if claim == "all":
+        return known
+    if not Path(claim).exists():
+        msg = f"--claim={claim}: neither `all` nor a file with an op a line"
+        raise UsageError(msg)
+    listed = [w for line in Path(claim).read_text().splitlines() if (w := line.split("#")[0].strip())]
+    check_names("op", listed, known)
+    return listed
+
+
+def run_info(run: Controller, description: Any, planned: list[str]) -> dict[str, Any]:
+    """What run.json says."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    packages = {}
+    claimed = run.handed["claimed"]
+    for name in ("conformance", "pytest", "hypothesis", "numpy", "torch", "tilelang", "pytest-xdist"):
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    return {
+        "schema_version": SCHEMA_VERSION, "suite_version": packages.get("conformance", "unknown"), "commit": _commit(),
+        "command": sys.argv, "seed": run.config.getoption("--seed"), "level": run.level,
+        "claim": {"name": run.config.getoption("--claim"), "ops": claimed} if claimed else None,
+        "backend": run.backend, "backend_options": run.options, "device": run.device(),
+        "description": description_to_json(description), "versions": {**packages, **description.versions},
+        "host": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version(),
+                 "cores": os.cpu_count()},
+        "planned": planned, "started": time.time(), "finished": None, "closed": False,
+    }
+
+
+def _commit() -> str:
+    import subprocess
+
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True,
+                              check=False)
+        return done.stdout.strip() or "unknown"
+    return "unknown"

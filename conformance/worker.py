@@ -1,0 +1,121 @@
+"""What runs cases: the selection that the options make, and a worker that tries and records them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import waivers
+from conformance.collect import cases_at
+from conformance.engine.attempt import Bench
+from conformance.engine.executor import ArenaPool, Launcher
+from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.wire import die_with_parent
+from conformance.identity import matches
+from conformance.journal import WorkerLog
+from conformance.model import Case, Problem
+from conformance.options import backend_options, shard_of, split
+from conformance.protocol import description_from_json
+from conformance.results import Record, verdict_of
+
+
+class Run:
+    """What controller and worker share: the selection."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        o = config.getoption
+        self.backend: str = o("--backend")
+        self.level: str = o("--level")
+        self.modules, self.checks, self.queries = split(o("--module")), split(o("--check")), list(o("--case"))
+        self.options = backend_options(o("--backend-option"))
+        self.shard = shard_of(o("--shard"))
+        self.done: frozenset[str] = frozenset()
+        self._selected: list[Case] | None = None
+
+    def legal(self) -> list[Case]:
+        """The cases that the options name, done or not."""
+        k, n = self.shard
+        out = []
+        for case in cases_at(self.level, self.modules):
+            if self.modules and case.op.module not in self.modules:
+                continue
+            if self.checks and case.check not in self.checks:
+                continue
+            if self.queries and not any(matches(q, case.id) for q in self.queries):
+                continue
+            out.append(case)
+        return out[k - 1 :: n]
+
+    def selected(self) -> list[Case]:
+        if self._selected is None:
+            self._selected = [c for c in self.legal() if c.id not in self.done]
+        return self._selected
+
+
+class Worker(Run):
+    """Runs cases and writes records; with -n 0 the controller is its own worker."""
+
+    def __init__(self, config: pytest.Config, handed: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.done = frozenset(handed["done"])
+        if getattr(config, "workerinput", None):
+            die_with_parent(handed["controller"])
+        self.name = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        self.run_dir = Path(handed["run_dir"])
+        self.handed = handed
+        self.waivers = waivers.parse(handed["waivers"]) if handed["waivers"] else ()
+        self._log: WorkerLog | None = None
+        self._config: Config | None = None
+
+    def engine_config(self) -> Config:
+        if self._config is None:
+            o = self.config.getoption
+            description = description_from_json(self.handed["description"])
+            effort = EFFORTS[self.level]
+            if o("--examples") is not None:
+                effort = replace(effort, examples=o("--examples"))
+            if o("--shrink-budget") is not None:
+                effort = replace(effort, shrink_s=o("--shrink-budget"))
+            launchers = [Launcher(self.backend, device=self.device(), options=self.options,
+                                  fork=description.fork_after_import, debug_malloc=debug, inject=o("--inject") or "")
+                         for debug in (False, True)]
+            profile = {**description.profile, "requirements": dict(description.requirements)}
+            bench = Bench(description, launchers[0], launchers[1], ArenaPool(), profile, o("--case-timeout"),
+                          o("--compile-timeout"), inline=o("--isolation") == "inline")
+            self._log = WorkerLog(self.run_dir, self.name)
+            fixed = {k: [Problem.from_json(p) for p in v] for k, v in self.handed["fixed"].items()} if (
+                self.handed["fixed"] is not None) else None
+            self._config = Config(bench, effort, o("--seed"), self.run_dir, self.backend, self.options,
+                                  self._log.problem, fixed)
+        return self._config
+
+    def device(self) -> str:
+        listed = split(self.config.getoption("--devices"))
+        slot = int("".join(c for c in self.name if c.isdigit()) or 0)
+        return "0" if listed in (["auto"], []) else listed[slot % len(listed)]
+
+    def execute(self, case: Case) -> Record:
+        config = self.engine_config()
+        assert self._log is not None
+        self._log.now(case.id)
+        record = run_case(case, config)
+        record.worker, record.device = self.name, config.bench.launcher.device
+        expectation = waivers.apply(record, self.waivers, datetime.date.today())
+        record.expectation = expectation.value
+        if expectation.value != "none":
+            record.waiver = waivers.described(record.id, self.waivers)
+        required = case.op.name in self.handed["claimed"]
+        record.verdict = verdict_of(record.status, record.expectation, required=required).value
+        self._log.result(record)
+        return record
+
+    def pytest_sessionfinish(self) -> None:
+        if self._config is not None:
+            self._config.bench.launcher.close()
+            self._config.bench.debug_launcher.close()
