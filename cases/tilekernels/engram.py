@@ -43,7 +43,7 @@ MOMENTUM_UPDATE = Op(
 
 def scales(d: Draw) -> np.ndarray:
     """Positive fp32 numbers between 2**-7 and 2**8."""
-    return ((1 + d.uniform()) * 2.0 ** d.integers(-7, 7, salt=3)).astype(np.float32)
+    return np.ldexp(1 + d.uniform(), d.integers(-7, 7, salt=3)).astype(np.float32)
 
 
 SINKHORN_STEP = Op(
