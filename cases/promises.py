@@ -11,15 +11,15 @@ from conformance.model import Problem, Relation
 from references.formats import codec
 
 
-def rows_alone(size: str, *, of: tuple[str, ...], outputs: tuple[str, ...], each: int = 1) -> Relation:
+def rows_alone(size: str, *, of: tuple[str, ...], outputs: tuple[str, ...]) -> Relation:
     """The first rows of a batch, computed without the others, have the same bits.
 
-    size: the batch axis, the first of the arrays `of` and of the outputs. each: rows that one of it counts for.
+    size: the batch axis, the first of the arrays `of` and of the outputs.
     """
 
     def second(problem: Problem, codes: dict[str, np.ndarray]) -> tuple[Problem, dict[str, np.ndarray]]:
         kept = _fewer(problem.sizes[size], problem)
-        cut = {k: a[: kept * each] if k in of or k in outputs else a for k, a in codes.items()}
+        cut = {k: a[:kept] if k in of or k in outputs else a for k, a in codes.items()}
         return replace(problem, sizes={**problem.sizes, size: kept}), cut
 
     def compare(problem: Problem, first: dict[str, np.ndarray], alone: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runs import HOSTILE, ROOT, Ended, gone_within, run
+from runs import HOSTILE, ROOT, Ended, argv, gone_within, run
 
 from conformance import backends
 from conformance.backends import BackendUnusable
@@ -27,7 +27,7 @@ FOUR = "--case=deepselect.topk/values:dtype=fp32,index=int32,order=any,values=ye
 STRIDES = "--case=deepselect.get_stride_requirement/*"
 
 
-@pytest.mark.parametrize(("options", "said"), [
+MISTAKES: list[tuple[list[str], list[str]]] = [
     (["--backend=cpuu"], ["unknown backend 'cpuu'", "did you mean cpu?"]),
     (["--module=deepselct"], ["unknown module 'deepselct'", "did you mean deepselect?", "tilekernels"]),
     (["--check=valeus"], ["unknown check 'valeus'", "did you mean values?", "degenerate"]),
@@ -44,13 +44,34 @@ STRIDES = "--case=deepselect.get_stride_requirement/*"
     (["-n", "2", "--dist=loadscope"], ["--dist=loadscope does not survive a dead worker", "worksteal"]),
     (["-n", "2", "--dist=each"], ["--dist=each does not survive a dead worker"]),
     (["--run-dir=/dev/null/run"], ["run directory /dev/null/run", "Not a directory"]),
-], ids=lambda v: v[0] if v[0].startswith("-") else "")
-def test_usage(options: list[str], said: list[str], tmp_path: Path) -> None:
-    done = run(tmp_path / "run", *options)
-    assert done.code == 4, done.text
-    assert [s for s in said if s not in done.text] == [], done.text
-    assert "Traceback" not in done.text
-    assert not list(tmp_path.glob("run/results*"))
+]
+ASK_ALL = '''
+import contextlib, io, json, sys, pytest
+for args in json.load(sys.stdin):
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        code = int(pytest.main(args))
+    print(json.dumps([code, told.getvalue()]))
+'''
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
+    """What each mistake is told, all in one process."""
+    path = tmp_path_factory.mktemp("usage") / "run"
+    lines = json.dumps([argv(path, *options)[3:] for options, _ in MISTAKES])
+    done = subprocess.run([sys.executable, "-c", ASK_ALL], input=lines, cwd=ROOT, capture_output=True, text=True,
+                          check=False)
+    assert not path.exists() or not list(path.glob("results*"))
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("i", range(len(MISTAKES)), ids=[options[-1] for options, _ in MISTAKES])
+def test_usage(i: int, answers: list[tuple[int, str]]) -> None:
+    code, text = answers[i]
+    assert code == 4, text
+    assert [s for s in MISTAKES[i][1] if s not in text] == [], text
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize(("backend", "options", "env", "said"), [

@@ -31,7 +31,8 @@ def test_every_cell_is_executed_or_has_a_sentence() -> None:
     for op in ops():
         made = {c.check for c in full_cases(op)}
         for check, needed in required_checks(op.name).items():
-            assert (check in made) if needed is True else (len(str(needed)) > 10 and check not in made), (op.name, check)
+            right = check in made if needed is True else len(str(needed)) > 10 and check not in made
+            assert right, (op.name, check)
 
 
 def test_checks_are_described_once() -> None:

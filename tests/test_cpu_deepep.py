@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import tomllib
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

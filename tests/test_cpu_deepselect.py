@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tomllib
 import torch
 
 from adapters.cpu.deepselect import NAN_SENTINEL, Adapter

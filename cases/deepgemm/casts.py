@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from cases.deepgemm.scales import PACKED
 from cases.families import CAST_FAMILIES
-from cases.promises import rows_alone
 from conformance.declare import Cost, Drawn, From, In, Op, Returned, Value, edges, misuse
 from conformance.model import Problem
 from references.deepgemm import cast
@@ -30,7 +29,6 @@ PER_TOKEN_CAST_TO_FP8 = Op(
              Returned("sf", lambda v: "e8m0x4" if v.scale == "packed" else "fp32", _scale_shape)),
     families=CAST_FAMILIES,
     oracle=cast.per_token_cast_to_fp8,
-    promises=(rows_alone("m", of=("x",), outputs=("data", "sf")),),
     cost=lambda p: Cost(flops=4 * p.m * p.n, bytes=5 * p.m * p.n),
     sample=dict(m=24, n=200),
     rejects=(

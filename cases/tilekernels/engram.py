@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from cases.families import ROW_FAMILIES
-from cases.promises import rows_alone
 from conformance.declare import Cost, Drawn, From, In, Op, Out, Returned, Step, Token, Value, edges, misuse
 from conformance.engine.arrays import Draw
 from conformance.protocol import FORMATS
@@ -27,7 +26,6 @@ MOMENTUM_UPDATE = Op(
     returns=(Returned("update", "fp32", lambda p: (BLOCK * p.blocks,)),),
     families=ROW_FAMILIES,
     oracle=engram.engram_sinkhorn_momentum_update,
-    promises=(rows_alone("blocks", of=("grad", "momentum_buffer"), outputs=("momentum_buffer", "update"), each=BLOCK),),
     cost=lambda p: Cost(flops=6 * BLOCK * p.blocks, bytes=BLOCK * p.blocks * (
         4 + FORMATS[p.variant.grad].itemsize_bytes + 2 * FORMATS[p.variant.momentum].itemsize_bytes)),
     sample=dict(blocks=3),
@@ -63,7 +61,6 @@ SINKHORN_STEP = Op(
     ),
     families=ROW_FAMILIES,
     oracle=engram.engram_sinkhorn_step,
-    promises=(rows_alone("r", of=("step/matrix", "step/row_scale"), outputs=("step/row_norm", "step/row_scale")),),
     cost=lambda p: Cost(flops=8 * p.r * p.d, bytes=4 * p.r * p.d),
     sample=dict(r=5, d=256),
     rejects=(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from cases.families import SELECT_FAMILIES
-from cases.promises import rows_alone
 from conformance.declare import Cost, In, Op, Returned, Size, Value, edges, misuse
 from references.tilekernels import moe
 
@@ -21,7 +20,6 @@ TOPK_GATE = Op(
     returns=(Returned("topk_idx", "int64", "t num_topk", row_align=1),),
     families=FINITE,
     oracle=moe.topk_gate,
-    promises=(rows_alone("t", of=("scores",), outputs=("topk_idx",)),),
     cost=lambda p: Cost(flops=0, bytes=4 * p.t * p.experts + 8 * p.t * p.num_topk),
     sample=dict(t=5, experts=72, num_topk=6),
     rejects=(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cases.families import ROW_FAMILIES
-from cases.promises import rows_alone
 from conformance.declare import Cost, Drawn, From, In, Op, Out, Returned, Value, When, edges, misuse
 from conformance.model import Problem, Variant
 from conformance.protocol import FORMATS
@@ -65,8 +62,6 @@ NORM_FORWARD = Op(
              Returned("norm_input", From("x"), rows, same_as=norm_input)),
     families=ROW_FAMILIES,
     oracle=norm.norm_forward,
-    promises=(replace(rows_alone("t", of=OF, outputs=OUTPUTS), when=When(batch="no")),
-              replace(rows_alone("b", of=OF, outputs=OUTPUTS), when=When(batch="yes"))),
     cost=lambda p: Cost(flops=5 * tokens(p) * p.h,
                         bytes=2 * FORMATS[p.variant.x].itemsize_bytes * tokens(p) * p.h
                         * (2 if p.variant.residual == "yes" else 1)),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from cases.families import CAST_FAMILIES
-from cases.promises import rows_alone
 from conformance.declare import Cost, From, In, Op, Out, Requirement, Returned, Tup, Value, When, edges, misuse
 from conformance.engine.arrays import Draw, encode
 from conformance.model import Problem, Variant
@@ -122,8 +119,6 @@ PER_TOKEN_CAST = Op(
                       major=lambda v: 0 if v.sf_order == "column" else 1)),
     families=CAST_FAMILIES,
     oracle=cast.per_token_cast,
-    promises=(replace(rows_alone("t", of=("x", "x_scale"), outputs=("data", "sf")),
-                      when=lambda v: v.x in PLAIN or block(v)[0] == 1),),
     cost=lambda p: Cost(flops=2 * p.t * p.h, bytes=p.t * p.h * item_bytes(p.variant) + 4 * groups(p)[0] * groups(p)[1]),
     sample=dict(t=5, h=192),
     core=lambda v: v.num_per_channels in ("32", "128") or v.scale == "e4m3",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
 from cases.families import ROW_FAMILIES
-from cases.promises import rows_alone
 from conformance.declare import Cost, Drawn, From, In, Op, Value, When, choices, edges, misuse
 from conformance.engine.arrays import Draw
 from conformance.model import Problem
@@ -59,8 +57,6 @@ APPLY_ROTARY = Op(
           Value("seqlen_offset", Drawn(OFFSETS))),
     families=ROW_FAMILIES,
     oracle=rope.apply_rotary,
-    promises=tuple(replace(rows_alone(size, of=("query", "key", "positions"), outputs=("query", "key")),
-                           when=When(batch=batch)) for size, batch in (("s", "no"), ("b", "yes"))),
     cost=lambda p: Cost(flops=3 * p.b * p.s * (p.heads + p.kv_heads) * p.d,
                         bytes=2 * FORMATS[p.variant.x].itemsize_bytes * p.b * p.s * (p.heads + p.kv_heads) * p.d),
     sample=dict(b=2, s=5, heads=3, kv_heads=2, d=64, table_rows=160),

@@ -26,7 +26,8 @@ def get_stride_requirement(problem: Problem, inputs: Inputs, profile: Mapping[st
                 note = f"{name} is {n}; it must be a positive multiple of 16"
             elif n != want:
                 note = f"{name} is {n}; the backend's description says {want}"
-            out[name] = Judgement(np.array(bool(note)), None if want is None else np.array(want), None, "contract", note)
+            shown = None if want is None else np.array(want)
+            out[name] = Judgement(np.array(bool(note)), shown, None, "contract", note)
         return out
 
     return {"strides": Joint({"input_row_bytes": (), "output_row_bytes": ()}, check)}
