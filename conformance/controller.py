@@ -61,6 +61,9 @@ class Controller(Worker):
         if waiver_file:
             waivers.load(Path(waiver_file))
             waiver_text = Path(waiver_file).read_text()
+        # Whatever can be wrong with the options is told before the run directory is touched.
+        fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))
+        planned = [c.id for c in self.legal()]
         description = backends.describe(self.backend, self.options)
         if o("--collect-only"):
             self.journal = None
@@ -68,13 +71,11 @@ class Controller(Worker):
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
             name = self.backend.rpartition(":")[2] if ":" in self.backend else self.backend
             self.journal = Journal(Path(o("--run-dir") or f"runs/{name}-{stamp}"), resume=o("--resume"))
-        planned = [c.id for c in self.legal()]
-        fixed = _read_problems(o("--problems"))
         handed = {
             "done": sorted(self.journal.done) if self.journal else [],
             "run_dir": str(self.journal.path.resolve()) if self.journal else "",
             "description": description_to_json(description), "waivers": waiver_text,
-            "claimed": claimed_ops(o("--claim")), "fixed": fixed, "controller": os.getpid(),
+            "claimed": claimed, "fixed": fixed, "controller": os.getpid(),
         }
         Worker.__init__(self, config, handed)
         self.info = run_info(self, description, planned)

@@ -50,9 +50,11 @@ class Journal:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
+            self.release()
             msg = f"run directory {path} is in use by another run; wait for it or name another --run-dir"
             raise RunDirError(msg) from e
         if (path / "run.json").exists() and not resume:
+            self.release()
             msg = f"run directory {path} holds a run already; add --resume to go on with it, or name another --run-dir"
             raise RunDirError(msg)
         self.before: dict[str, Any] = {}

@@ -195,7 +195,8 @@ class Support:
     """What a backend says of one op.
 
     `limits` are rows `{"field": ..., "in"|"lt"|"le"|"ge"|"multiple_of": value}` that
-    must all hold; `field` names a variant key, a size, or `<arg>.row_bytes`.
+    must all hold; `field` names a variant key, a size, or `<arg>.row_bytes`. A row
+    may say its `reason`.
     """
 
     supported: bool

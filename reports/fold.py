@@ -78,7 +78,7 @@ def limit_text(row: Mapping[str, Any]) -> str:
             rules.append(f"{name}: {', '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
         elif key in _SIGNS:
             rules.append(f"{name} {_SIGNS[key]} {value}")
-        elif key != "field":
+        elif key not in ("field", "reason"):
             rules.append(f"{name} {key} {value}")
     return ", ".join(rules)
 
