@@ -293,6 +293,16 @@ class Planner:
         return Expectation(key, r, "array", fmt, shape, self.align_bytes(r.row_align), -1 if major is None else major)
 
 
+def row_bytes_of(op: Op, problem: Problem, requirements: Mapping[str, int]) -> dict[str, int]:
+    """The bytes of a row of every array argument by name, the first rank's: what limits on `<arg>.row_bytes` read."""
+    planner = Planner(op, problem, requirements, 0, None, {})
+    for step in op.steps:
+        for a in step.args if step.when(problem.variant) else ():
+            if isinstance(a, (In, Out, Tup)) and a.when(problem.variant):
+                planner.argument(step, a)
+    return {p.arg.name: p.row_bytes for p in planner.plan.arrays.values()}
+
+
 def structure_of(returns: tuple[Returned, ...], expects: tuple[Expectation, ...]) -> Any:
     """The nesting of a result: a list for a tuple, a kind for a leaf."""
     if not returns:

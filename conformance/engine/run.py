@@ -16,6 +16,7 @@ from conformance.engine.checks import CHECKS, Check, counted
 from conformance.engine.executor import BackendBroken
 from conformance.engine.judge import Finding, rejected_share
 from conformance.engine.keep import keep
+from conformance.engine.layout import row_bytes_of
 from conformance.engine.limits import problem_limit, support_of, variant_limit
 from conformance.engine.patterns import pattern_of
 from conformance.engine.shrink import Shrinker
@@ -119,7 +120,7 @@ class _CaseRun:
         for problem in self.problems(first):
             if executed >= self.enough() or skipped >= MAX_UNSUPPORTED:
                 break
-            outside = problem_limit(self.support, problem)
+            outside = self.outside(problem)
             # A misuse stands in the op's sample, which is small by declaration.
             large = case.check != "rejects" and draw.work(case.op, problem) > config.effort.max_work
             if outside or large:
@@ -146,6 +147,12 @@ class _CaseRun:
             record.message = outside or "no drawn problem is small enough for this level"
         elif record.status == "error" and not record.message:
             self.passed()
+
+    def outside(self, problem: Problem) -> str:
+        """Which of the backend's limits the problem is outside of, or an empty string."""
+        asked = any(str(row["field"]).endswith(".row_bytes") for row in self.support.limits)
+        rows = row_bytes_of(self.case.op, problem, self.config.bench.description.requirements) if asked else {}
+        return problem_limit(self.support, problem, rows)
 
     def enough(self) -> int:
         """How many problems: more than asked for while none of them could have failed."""
@@ -263,7 +270,7 @@ class _CaseRun:
         attempts, start = self.attempts, self.attempts.deaths
 
         def fails(candidate: Problem) -> bool:
-            if problem_limit(self.support, candidate):
+            if self.outside(candidate):
                 return False
             # Every example of a failing case gets a process of its own: state of the call before can't help it.
             settle = bug.reason == "late_write"

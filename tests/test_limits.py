@@ -1,0 +1,54 @@
+"""Limits of a backend: rows that must all hold, looked up in variant, sizes, values and row strides."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.collect import ops
+from conformance.engine.layout import row_bytes_of
+from conformance.engine.limits import check_limits, problem_limit, support_of, variant_limit
+from conformance.engine.variants import matching
+from conformance.model import Problem
+from conformance.protocol import Description, supported, unsupported
+
+TOPK = next(op for op in ops(("deepselect",)) if op.name == "deepselect.topk")
+VARIANT = matching(TOPK, {"dtype": "bf16", "output_idx": "callee"})
+PROBLEM = Problem(TOPK.name, VARIANT, {"b": 3, "topk": 8, "vocab": 100}, {}, "normal", 1)
+
+
+@pytest.mark.parametrize(("row", "holds"), [
+    ({"field": "vocab", "le": 100}, True), ({"field": "vocab", "lt": 100}, False),
+    ({"field": "vocab", "multiple_of": 16}, False), ({"field": "topk", "multiple_of": 8}, True),
+    ({"field": "b", "ge": 4}, False), ({"field": "b", "in": [1, 3]}, True),
+    ({"field": "dtype", "in": ["fp32"]}, False), ({"field": "dtype", "in": ["bf16", "fp32"]}, True),
+    ({"field": "input.row_bytes", "multiple_of": 64}, True), ({"field": "input.row_bytes", "multiple_of": 1024}, False),
+    ({"field": "input.row_bytes", "le": 128}, False), ({"field": "no_such_size", "le": 0}, True),
+])
+def test_limit(row: dict[str, object], holds: bool) -> None:
+    rows = row_bytes_of(TOPK, PROBLEM, {"input_row_bytes": 64})
+    assert rows["input"] == 256
+    assert (problem_limit(supported(limits=(row,)), PROBLEM, rows) == "") is holds
+
+
+def test_every_row_must_hold_and_the_first_broken_one_is_named() -> None:
+    s = supported(limits=({"field": "b", "le": 3}, {"field": "vocab", "lt": 50}))
+    assert problem_limit(s, PROBLEM) == "vocab=100 must be below 50"
+
+
+def test_a_variant_is_judged_without_sizes() -> None:
+    s = supported(limits=({"field": "dtype", "in": ["fp32"]}, {"field": "vocab", "lt": 1}))
+    assert "dtype=bf16" in variant_limit(s, VARIANT)
+    assert variant_limit(supported(limits=({"field": "vocab", "lt": 1},)), VARIANT) == ""
+
+
+def test_the_longest_pattern_counts_and_what_none_names_is_not_yet() -> None:
+    d = Description("x", {"deepselect.*": unsupported("later"), "deepselect.topk": supported()})
+    assert support_of(d, "deepselect.topk").supported
+    assert support_of(d, "deepselect.get_stride_requirement").reason == "later"
+    other = support_of(d, "deepgemm.bf16_gemm_nt")
+    assert (other.supported, other.kind) == (False, "not_yet")
+
+
+def test_malformed_limits_are_named() -> None:
+    d = Description("x", {"a.b": supported(limits=({"le": 3}, {"field": "m", "about": 3}))})
+    assert len(check_limits(d)) == 2
