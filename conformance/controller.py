@@ -64,6 +64,8 @@ class Controller(Worker):
         # Whatever can be wrong with the options is told before the run directory is touched.
         fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))
         planned = [c.id for c in self.legal()]
+        # Whatever may be a mistake of the user's comes before the run directory is made.
+        fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))
         description = backends.describe(self.backend, self.options)
         if o("--collect-only"):
             self.journal = None

@@ -57,4 +57,7 @@ def test_every_waiver_points_to_an_entry() -> None:
     issues = {w.issue for w in waivers.load(ROOT / "waivers.toml")}
     named = {i.partition("#")[2] for i in issues if i.startswith("docs/findings.md#")}
     assert named <= entries
-    assert {anchor(t) for t in PROGRAMS} <= named, "a finding that nothing waives"
+    # What is kept out of the backend needs no waiver.
+    waivable = PAGE.partition("## torch on the CPU")[0]
+    shown = {anchor(t) for t in PROGRAMS if f"### {t}\n" in waivable}
+    assert shown <= named, "a finding that nothing waives"

@@ -157,7 +157,7 @@ def test_told_apart(bench: Bench, row: Row, tmp_path: Path) -> None:
 def test_shrinks(bench: Bench, mode: str, case: str, tmp_path: Path) -> None:
     """A fault that needs three rows comes down to three rows of one element."""
     bench = replace(bench, case_timeout_s=2.0)
-    r = attempt(bench, by_id[case], tmp_path, examples=10, shrink_s=20.0, mode=mode, rows="3")
+    r = attempt(bench, by_id[case], tmp_path, examples=40, shrink_s=20.0, mode=mode, rows="3")
     assert r.problem is not None, r.message
     assert r.problem["sizes"] == {"b": 3, "topk": 1, "vocab": 1}
     assert r.artifacts
@@ -166,7 +166,7 @@ def test_shrinks(bench: Bench, mode: str, case: str, tmp_path: Path) -> None:
 
 def test_deaths_are_cheap(bench: Bench, tmp_path: Path) -> None:
     """25 deaths in a row take a moment: the next process is a fork away."""
-    r = attempt(bench, by_id[CALLEE], tmp_path, examples=10, shrink_s=60.0, mode="segfault", rows="3")
+    r = attempt(bench, by_id[CALLEE], tmp_path, examples=40, shrink_s=60.0, mode="segfault", rows="3")
     assert r.status == "crash"
     assert r.duration_s["shrink"] < 15
 
