@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -73,8 +74,13 @@ class Ended:
 
 def start(args: list[str], mark: str, **env: str) -> subprocess.Popen[str]:
     """Start a command from the root of the checkout, in a session of its own."""
-    return subprocess.Popen(args, cwd=ROOT, env=environment(mark, **env), stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    # A shell starts background jobs with interrupts ignored, and a child inherits that; a handler it does not inherit.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(args, cwd=ROOT, env=environment(mark, **env), stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run(run_dir: Path, *more: str, backend: str = "cpu", timeout_s: float = 240.0, more_path: str = "",
