@@ -27,9 +27,17 @@ def _pytest(argv: list[str]) -> int:
 
     root = Path(__file__).resolve().parents[1]
     here = Path.cwd()
-    argv = [a if not a.startswith("--run-dir=") else f"--run-dir={(here / a.split('=', 1)[1]).resolve()}" for a in argv]
+    argv = [_from_here(a, here) for a in argv]
     os.chdir(root)
     return int(pytest.main(["--rootdir", str(root), *argv, *([] if any("::" in a for a in argv) else ["cases"])]))
+
+
+def _from_here(arg: str, here: Path) -> str:
+    """A path option as seen from where the user stands; pytest runs in the root of the checkout."""
+    name, sep, value = arg.partition("=")
+    if sep and (name in ("--run-dir", "--waivers", "--problems") or (name == "--claim" and (here / value).is_file())):
+        return f"{name}={(here / value).resolve()}"
+    return arg
 
 
 @command("run the cases: every option of pytest and of a run")
@@ -108,12 +116,15 @@ def replay(argv: list[str]) -> int:
     p.add_argument("--backend", default=None)
     p.add_argument("--backend-option", action="append", default=[])
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--level", default="full", help="the level whose problems of the case are tried (default full)")
+    p.add_argument("--examples", type=int, default=None)
     p.add_argument("--repeat", type=int, default=1)
     p.add_argument("--dump", default=None, metavar="DIR")
     args = p.parse_args(argv)
     if Path(args.what).is_file() or args.what.endswith(".json"):
         return replay_file(Path(args.what), args.backend, args.backend_option, args.repeat, args.dump)
-    return replay_id(args.what, args.backend or "cpu", args.backend_option, args.seed, args.repeat, args.dump)
+    return replay_id(args.what, args.backend or "cpu", args.backend_option, args.seed, args.repeat, args.dump,
+                     args.level, args.examples)
 
 
 @command("the compatibility matrix of one or more runs")

@@ -110,9 +110,11 @@ def default_sizes(case: Case) -> tuple[dict[str, Any], ...]:
     return tuple(out)
 
 
-def find_case(case_id: str) -> Case:
-    """The case of an id. Raises UsageError with the nearest known one."""
+def find_case(case_id: str, level: str = "full") -> Case:
+    """The case of an id as a level has it, its explicit problems too. Raises UsageError with the nearest known one."""
     every = {c.id: c for c in all_cases()}
+    if case_id in every:
+        every.update({c.id: c for c in cases_at(level, (every[case_id].op.module,)) if c.id == case_id})
     if case_id not in every:
         raise UsageError(unknown("case", case_id, every, limit=5))
     return every[case_id]

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from conformance import backends
 from conformance.bench import bench_of
-from conformance.collect import UsageError, find_case
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.collect import UsageError, check_names, find_case
+from conformance.engine.run import EFFORTS, Config, Effort, run_case
 from conformance.model import Case, Problem
 from conformance.options import backend_options
 from conformance.plugin import told
 from conformance.results import EXIT_INCONCLUSIVE, Record, exit_code, verdict_of
 
 
-def replay_id(case_id: str, backend: str, options: list[str], seed: int, repeat: int, dump: str | None) -> int:
-    """Run the case as a run does, `repeat` times. Returns the exit code."""
-    return _replay(find_case(case_id), backend, backend_options(options), seed, repeat, dump, None)
+def replay_id(case_id: str, backend: str, options: list[str], seed: int, repeat: int, dump: str | None,
+              level: str = "full", examples: int | None = None) -> int:
+    """Run the case as a run of that level does, on the same problems, `repeat` times. Returns the exit code."""
+    check_names("level", [level], EFFORTS)
+    effort = EFFORTS[level] if examples is None else replace(EFFORTS[level], examples=examples)
+    return _replay(find_case(case_id, level), backend, backend_options(options), seed, repeat, dump, None, effort)
 
 
 def replay_file(path: Path, backend: str | None, options: list[str], repeat: int, dump: str | None) -> int:
@@ -33,17 +38,19 @@ def replay_file(path: Path, backend: str | None, options: list[str], repeat: int
         msg = f"{path}: no problem.json of a kept failure: {type(e).__name__}: {e}"
         raise UsageError(msg) from e
     chosen = {**note.get("options", {}), **backend_options(options)}
-    return _replay(case, backend or note["backend"], chosen, note.get("seed", 0), repeat, dump, problem)
+    # A kept problem runs whatever its size: it did once.
+    effort = replace(EFFORTS["full"], max_work=math.inf)
+    return _replay(case, backend or note["backend"], chosen, note.get("seed", 0), repeat, dump, problem, effort)
 
 
 def _replay(case: Case, backend: str, options: dict[str, str], seed: int, repeat: int, dump: str | None,
-            problem: Problem | None) -> int:
+            problem: Problem | None, effort: Effort) -> int:
     records: list[Record] = []
     where = Path(dump) if dump else Path(tempfile.mkdtemp(prefix="replay-"))
     try:
         with bench_of(backend, options) as bench:
             fixed: dict[str, Any] | None = {case.id: [problem]} if problem else None
-            config = Config(bench, EFFORTS["full"], seed, where, backend, options, fixed=fixed)
+            config = Config(bench, effort, seed, where, backend, options, fixed=fixed)
             for _ in range(repeat):
                 record = run_case(case, config)
                 record.verdict = verdict_of(record.status, "none").value

@@ -48,6 +48,8 @@ class Attempt:
     expected: list[Mapping[Any, Expected]] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     run_s: float = 0.0
+    compared: bool = False
+    """whether a relation between two runs had anything to compare"""
 
     @property
     def worst(self) -> Finding | None:

@@ -350,8 +350,8 @@ def rejected_share(expected: Mapping[Any, Expected], other: Seen) -> float:
         try:
             judged = want.judge_all({n: other.outputs[n] for n in names}) if isinstance(want, Joint) else {
                 key: _judge_one(want, other.outputs[key], other.formats[key])}
-        except Exception:
-            return 1.0  # of another shape: it would have failed
+        except (TypeError, ValueError):
+            return 1.0  # of another shape or dtype: it would have failed
         bad += sum(int(np.sum(j.bad)) + bool(j.note) for j in judged.values())
         total += sum(int(j.bad.size) for j in judged.values())
     return min(1.0, bad / total) if total else 0.0

@@ -86,6 +86,10 @@ def _other_steps(attempts: Attempts, m: Misuse, bad: Example, outcome: Outcome) 
 def _refusal(attempts: Attempts, m: Misuse, bad: Any, outcome: Any) -> list[Finding]:
     ended = ended_badly(outcome)
     told = _exceptions(bad, outcome)
+    if told and m.kind != "trap" and ended is not None and ended.status in ("crash", "timeout", "oom"):
+        # One rank refused, but another one died or hung over the same call.
+        ended.message = f"{m.doc}: refused by one rank, but: {ended.message}"
+        return [ended]
     if told:
         e = told[0]
         if "Exception" not in e["mro"]:

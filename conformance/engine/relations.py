@@ -35,24 +35,28 @@ def drawn_case(case: Case) -> Case:
     return case
 
 
-def plan_of(case: Case, check: Check) -> tuple[Plan | None, Relate | None]:
-    """How a problem of this case is run, and what must hold between its runs."""
+def plan_of(case: Case, check: Check) -> tuple[Plan | None, Relate | None, Callable[[], bool]]:
+    """How a problem of this case is run, what must hold between its runs, and whether that was put to the test."""
     relation = relation_of(case)
     if relation is None:
-        return check.plan, check.relate(case.op, drawn_case(case).variant)
-    state: dict[str, Any] = {}
+        return check.plan, check.relate(case.op, drawn_case(case).variant), lambda: False
+    state: dict[str, Any] = {"compared": False}
 
     def plan(attempts: Attempts, problem: Problem) -> list[Example]:
         decoy = attempts.example(problem, judged=False)
         first = attempts.example(problem, judged=True)
         other, codes = relation.second(problem, first.codes)
-        state["problem"], state["other"] = problem, other
+        state["problem"] = problem
+        state["differs"] = other != problem or any(codes[k].tobytes() != a.tobytes() for k, a in first.codes.items())
         return [decoy, first, attempts.example(other, judged=True, codes=codes)]
 
     def relate(seen: list[Seen]) -> list[Finding]:
         reason = "law" if case.check == "laws" else "nondeterministic"
         out = []
-        for name, wrong in relation.compare(state["problem"], seen[1].outputs, seen[2].outputs).items():
+        compared = relation.compare(state["problem"], seen[1].outputs, seen[2].outputs)
+        # A second run that is the first again tests nothing, nor does a comparison of no elements.
+        state["compared"] = state["differs"] and any(isinstance(w, str) or np.size(w) for w in compared.values())
+        for name, wrong in compared.items():
             if isinstance(wrong, str) and wrong:
                 out.append(Finding("fail", "compare", reason, f"{name}: {wrong}", name))
             elif not isinstance(wrong, str) and np.any(wrong):
@@ -61,4 +65,4 @@ def plan_of(case: Case, check: Check) -> tuple[Plan | None, Relate | None]:
                                    f"{int(np.sum(wrong))} elements differ", name))
         return out
 
-    return plan, relate
+    return plan, relate, lambda: state["compared"]

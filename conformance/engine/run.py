@@ -81,6 +81,9 @@ def run_case(case: Case, config: Config) -> Record:
     record.duration_s = {k: round(v, 6) for k, v in clock.items()}
     record.finished = time.time()
     record.replay = ["conformance", "replay", case.id, f"--backend={config.backend}", f"--seed={config.seed}",
+                     f"--level={config.effort.level}",
+                     *([f"--examples={config.effort.examples}"]
+                       if config.effort.examples != EFFORTS[config.effort.level].examples else []),
                      *(f"--backend-option={k}={v}" for k, v in config.options.items())]
     return record
 
@@ -92,6 +95,11 @@ class _CaseRun:
         self.attempts: Attempts | None = None
         self.support = support_of(config.bench.description, case.op.name)
         self.lineage: list[Problem] = []
+        self.related = relations.relation_of(case) is not None
+        self.compared = False
+        """whether a relation had anything to compare yet"""
+        self.unwatched = False
+        """whether memory that the callee allocated went unwatched"""
 
     def close(self) -> None:
         if self.attempts is not None:
@@ -157,7 +165,7 @@ class _CaseRun:
     def enough(self) -> int:
         """How many problems: more than asked for while none of them could have failed."""
         n = self.config.effort.examples
-        vacuous = self.must_be_able_to_fail() and not self.record.vacuity
+        vacuous = (self.must_be_able_to_fail() and not self.record.vacuity) or (self.related and not self.compared)
         return n * 4 if vacuous else n
 
     def must_be_able_to_fail(self) -> bool:
@@ -181,10 +189,14 @@ class _CaseRun:
         assert self.attempts is not None
         if self.case.check == "rejects":
             return misuse.run_misuse(self.attempts, problem)
-        plan, relate = relations.plan_of(self.case, self.check)
-        return self.attempts.run(problem, fresh=fresh, settle=settle, shrinking=shrinking, plan=plan, relate=relate)
+        plan, relate, compared = relations.plan_of(self.case, self.check)
+        out = self.attempts.run(problem, fresh=fresh, settle=settle, shrinking=shrinking, plan=plan, relate=relate)
+        out.compared = compared()
+        return out
 
     def note(self, attempt: Attempt) -> None:
+        self.compared |= attempt.compared
+        self.unwatched |= any(s.callee_allocates and not s.pool_watched for s in attempt.seen)
         self.config.log_problem({"id": self.case.id, "problem": attempt.problem.to_json(), **attempt.digests})
         sizes = self.record.domain.setdefault("sizes", {})
         for name, n in attempt.problem.sizes.items():
@@ -209,6 +221,11 @@ class _CaseRun:
         record.status = "pass"
         if not elements and self.case.check not in ("degenerate", "rejects"):
             record.status, record.message = "mistrusted", "no element was judged, so this could not have failed"
+        elif self.related and not self.compared:
+            record.status, record.message = "mistrusted", "no problem gave the two runs anything to compare"
+        elif self.case.check == "memory" and self.unwatched:
+            record.status = "mistrusted"
+            record.message = "this backend can't fill what callees allocate: an element left unwritten would not show"
         elif self.must_be_able_to_fail() and not record.vacuity:
             record.status = "mistrusted"
             record.message = "results of other data would have passed in every problem: this could not have failed"

@@ -1,0 +1,122 @@
+"""What held but could not have failed is no pass, and what is printed as a replay tries the same problems."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from conformance.bench import bench_of
+from conformance.cli import _from_here, main
+from conformance.collect import cases_at, find_case, ops
+from conformance.engine.executor import Death, Outcome
+from conformance.engine.judge import Seen, rejected_share
+from conformance.engine.misuse import _refusal
+from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.variants import matching
+from conformance.model import Case, Misuse, Relation, Variant
+from references.expected import Expected, Within
+
+HERE = Path(__file__).parent
+TOPK = next(op for op in ops(("deepselect",)) if op.name == "deepselect.topk")
+GEMM = next(op for op in ops(("deepgemm",)) if op.name == "deepgemm.bf16_gemm_nt")
+FEW = replace(EFFORTS["core"], examples=3, shrink_s=0.0)
+
+
+@pytest.mark.parametrize(("backend", "output_idx", "status"), [
+    ("unwatched_backend:Unwatched", "callee", "mistrusted"),
+    ("cpu", "callee", "pass"),
+])
+def test_unwatched_memory_is_mistrusted(backend: str, output_idx: str, status: str, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    case = Case(TOPK, matching(TOPK, {"output_idx": output_idx, "values": "yes"}), "memory")
+    with bench_of(backend, {}) as bench:
+        assert run_case(case, Config(bench, FEW, 0, tmp_path, backend)).status == status
+
+
+@pytest.mark.parametrize(("changes", "says", "status"), [
+    (False, True, "mistrusted"),  # the second run is the first again
+    (True, False, "mistrusted"),  # it says nothing of any output
+    (True, True, "pass"),
+])
+def test_a_relation_that_compares_nothing_is_mistrusted(changes: bool, says: bool, status: str,
+                                                        tmp_path: Path) -> None:
+    def second(problem, codes):
+        return problem, {**codes, "a": codes["a"][::-1].copy()} if changes else codes
+
+    def compare(problem, first, other):
+        return {"d": np.zeros(first["d"].shape, bool)} if says else {}
+
+    variant = matching(GEMM, {"c": "none"})
+    op = replace(GEMM, laws=(Relation("empty", "nothing", second, compare),))
+    case = Case(op, Variant({"law": "empty", **dict(variant)}), "laws")
+    with bench_of("cpu", {}) as bench:
+        assert run_case(case, Config(bench, FEW, 0, tmp_path, "cpu")).status == status
+
+
+REFUSED = {"exception": {"type": "RuntimeError", "mro": ["RuntimeError", "Exception", "BaseException"],
+                         "message": "no", "where": []}, "phase": "enqueue"}
+
+
+@pytest.mark.parametrize(("kind", "outcome", "status"), [
+    ("universal", Outcome([REFUSED, None], Death(11, "execute", 0, "", 1)), "crash"),
+    ("universal", Outcome([REFUSED, None], timed_out="no answer within 3 s (rank 1 in phase execute)"), "timeout"),
+    ("universal", Outcome([REFUSED, REFUSED]), None),
+    ("trap", Outcome([REFUSED, None], Death(11, "execute", 0, "", 1)), None),
+])
+def test_one_ranks_refusal_hides_no_other_ranks_end(kind: str, outcome: Outcome, status: str | None) -> None:
+    bad = SimpleNamespace(plans=[SimpleNamespace(steps=[])] * 2)
+    found = _refusal(None, Misuse("m", "a misuse", {}, kind), bad, outcome)  # type: ignore[arg-type]
+    assert [f.status for f in found] == ([status] if status else [])
+
+
+def test_vacuity_counts_what_would_be_rejected() -> None:
+    seen = Seen(outputs={"d": np.array([1.0, 2.0], np.float32)}, formats={"d": "fp32"})
+    near = Within(np.array([1.0, 5.0]), np.array([0.1, 0.1]))
+    assert rejected_share({"d": near}, seen) == 0.5
+    assert rejected_share({"d": Within(np.array([1.0, 2.0]), np.zeros(2))}, seen) == 0.0
+    assert rejected_share({"d": Within(np.zeros(3), np.zeros(3))}, seen) == 1.0
+
+
+def test_a_stumble_of_ours_is_no_proof_that_it_could_have_failed() -> None:
+    class Stumbles(Expected):
+        shape = (2,)
+
+        def judge(self, codes, fmt):
+            raise IndexError
+
+    seen = Seen(outputs={"d": np.zeros(2, np.float32)}, formats={"d": "fp32"})
+    with pytest.raises(IndexError):
+        rejected_share({"d": Stumbles()}, seen)
+
+
+def test_replay_tries_the_problems_of_its_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = next(c for c in cases_at("core", ("deepgemm",)) if c.check == "values" and c.explicit)
+    assert find_case(case.id, "core").explicit == case.explicit
+    with bench_of("cpu", {}) as bench:
+        record = run_case(case, Config(bench, FEW, 0, tmp_path, "cpu"))
+    assert {"--level=core", "--examples=3", "--seed=0"} <= set(record.replay)
+    assert main(record.replay[1:]) == 0
+    assert "3 problems" in capsys.readouterr().out
+
+
+def test_a_fault_that_only_an_explicit_problem_shows_comes_again(tmp_path: Path) -> None:
+    case = next(c for c in cases_at("core", ("deepgemm",)) if c.check == "values" and c.explicit)
+    options = {"knobs": "drop_tail=yes"}
+    with bench_of("cpu", options) as bench:
+        record = run_case(case, Config(bench, replace(FEW, examples=1), 0, tmp_path, "cpu", options))
+    assert record.status == "fail"
+    assert main(record.replay[1:]) == 1
+
+
+@pytest.mark.parametrize(("arg", "path"), [
+    ("--run-dir=r", "--run-dir=/x/r"), ("--waivers=w.toml", "--waivers=/x/w.toml"), ("--problems=p", "--problems=/x/p"),
+    ("--claim=all", "--claim=all"), ("--level=core", "--level=core"), ("-n", "-n"),
+])
+def test_paths_are_those_of_the_user(arg: str, path: str) -> None:
+    assert _from_here(arg, Path("/x")) == path
