@@ -61,8 +61,6 @@ class Controller(Worker):
         if waiver_file:
             waivers.load(Path(waiver_file))
             waiver_text = Path(waiver_file).read_text()
-        # Whatever can be wrong with the options is told before the run directory is touched.
-        fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))
         planned = [c.id for c in self.legal()]
         # Whatever may be a mistake of the user's comes before the run directory is made.
         fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))

@@ -24,7 +24,7 @@ def replay_id(case_id: str, backend: str, options: list[str], seed: int, repeat:
               level: str = "full", examples: int | None = None) -> int:
     """Run the case as a run of that level does, on the same problems, `repeat` times. Returns the exit code."""
     check_names("level", [level], EFFORTS)
-    effort = EFFORTS[level] if examples is None else replace(EFFORTS[level], examples=examples)
+    effort = EFFORTS[level].with_examples(examples)
     return _replay(find_case(case_id, level), backend, backend_options(options), seed, repeat, dump, None, effort)
 
 

@@ -77,9 +77,7 @@ class Worker(Run):
         if self._config is None:
             o = self.config.getoption
             description = description_from_json(self.handed["description"])
-            effort = EFFORTS[self.level]
-            if o("--examples") is not None:
-                effort = replace(effort, examples=o("--examples"))
+            effort = EFFORTS[self.level].with_examples(o("--examples"))
             if o("--shrink-budget") is not None:
                 effort = replace(effort, shrink_s=o("--shrink-budget"))
             launchers = [Launcher(self.backend, device=self.device(), options=self.options,

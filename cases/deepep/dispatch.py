@@ -26,10 +26,12 @@ def legal(v: Variant) -> bool:
 
 
 def core(v: Variant) -> bool:
-    """A cached or deferred call with the plain choices of the other keys; scales with counts that are waited for."""
+    """A cached or deferred call with the plain choices of the other keys; scales with counts that are waited for; each
+    payload, layout and flag with every other, but no three flags at once."""
     if v.cached == "yes" or v.epilogue == "deferred":
         return v.weights == "yes" and v.deterministic == "no" and (v.cached, v.epilogue) != ("yes", "deferred")
-    return v.x == "bf16" or v.sync == "yes"
+    unusual = (v.weights == "no") + (v.sync == "no") + (v.deterministic == "yes")
+    return unusual < 2 if v.x == "bf16" else v.sync == "yes"
 
 
 def row_bytes(p: Problem) -> int:

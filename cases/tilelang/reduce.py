@@ -19,11 +19,11 @@ def _exists(v: Variant) -> bool:
 
 
 CORE = {
-    "fp32": {("sum", "1", "yes"), ("sum", "0", "yes"), ("sum", "1", "no"), ("max", "1", "yes"), ("max", "0", "no"),
-             ("min", "1", "yes"), ("absmax", "1", "yes"), ("absmax", "0", "yes")},
-    "fp16": {("sum", "1", "yes"), ("max", "1", "yes")},
+    "fp32": {("sum", "1", "yes"), ("sum", "0", "yes"), ("sum", "1", "no"), ("max", "1", "yes"), ("min", "1", "yes"),
+             ("absmax", "1", "yes")},
+    "fp16": {("sum", "1", "yes")},
     "bf16": {("sum", "1", "yes"), ("max", "1", "yes")},
-    "int32": {("bitxor", "0", "yes"), ("bitand", "1", "yes"), ("bitor", "1", "no")},
+    "int32": {("bitxor", "0", "yes"), ("bitor", "1", "no")},
     "int8": {("max", "1", "yes")},
 }
 """kind, dim, clear by dtype"""

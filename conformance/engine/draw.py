@@ -1,6 +1,6 @@
 """Drawing problems: from an op's full contract, the same on every machine.
 
-Drawing and running are apart. Hypothesis draws chunks of 32 with a body that only
+Drawing and running are apart. Hypothesis draws chunks of 16 with a body that only
 records; which of them run is decided afterwards. Nothing here knows a backend, a level
 or a number of examples, else two chips would not see the same problems.
 """
@@ -23,7 +23,7 @@ from hypothesis.internal.constants_ast import Constants
 from conformance.identity import seed_of
 from conformance.model import Case, Drawn, In, Op, Out, Problem, Size, Tup, Variant
 
-CHUNK = 32
+CHUNK = 16
 SMALL_VALUES = 48
 """upper end of the range from which sizes are drawn most often"""
 STRIDED_CHECKS = ("layout", "memory")

@@ -34,14 +34,30 @@ class Effort:
 
     level: str
     examples: int
+    """problems a case of check `values`"""
     max_work: float
     shrink_s: float
+    beside: int = 0
+    """problems a case of the other checks; 0: as many"""
+
+    def examples_of(self, check: str) -> int:
+        return self.examples if check == "values" or not self.beside else min(self.examples, self.beside)
+
+    @property
+    def redrawn(self) -> bool:
+        """Whether it tries another number of problems than its level does."""
+        usual = EFFORTS[self.level]
+        return (self.examples, self.beside) != (usual.examples, usual.beside)
+
+    def with_examples(self, n: int | None) -> Effort:
+        """The same with that many problems a case of any check."""
+        return self if n is None else replace(self, examples=n, beside=0)
 
 
 EFFORTS = {
     e.level: e
     for e in (
-        Effort("core", 8, 1.5 * 2.0**20, 10.0), Effort("full", 25, 2.0**24, 60.0),
+        Effort("core", 8, 1.5 * 2.0**20, 10.0, beside=5), Effort("full", 25, 2.0**24, 60.0),
         Effort("extended", 100, 2.0**30, 300.0),
     )
 }
@@ -82,8 +98,7 @@ def run_case(case: Case, config: Config) -> Record:
     record.finished = time.time()
     record.replay = ["conformance", "replay", case.id, f"--backend={config.backend}", f"--seed={config.seed}",
                      f"--level={config.effort.level}",
-                     *([f"--examples={config.effort.examples}"]
-                       if config.effort.examples != EFFORTS[config.effort.level].examples else []),
+                     *([f"--examples={config.effort.examples}"] if config.effort.redrawn else []),
                      *(f"--backend-option={k}={v}" for k, v in config.options.items())]
     return record
 
@@ -134,7 +149,7 @@ class _CaseRun:
             if outside or large:
                 skipped += 1
                 continue
-            last = executed + 1 == config.effort.examples
+            last = executed + 1 == config.effort.examples_of(case.check)
             attempt = self.attempt(problem, settle=self.check.settle_last and last)
             worst = self.worst(attempt)
             if worst is not None and worst.status == "unsupported":
@@ -164,7 +179,7 @@ class _CaseRun:
 
     def enough(self) -> int:
         """How many problems: more than asked for while none of them could have failed."""
-        n = self.config.effort.examples
+        n = self.config.effort.examples_of(self.case.check)
         vacuous = (self.must_be_able_to_fail() and not self.record.vacuity) or (self.related and not self.compared)
         return n * 4 if vacuous else n
 
