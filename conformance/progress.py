@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from conformance.engine import clock
 from conformance.results import BadLine
 
 LOG_EVERY_S = 10.0
@@ -18,7 +19,8 @@ class Progress:
 
     def __init__(self, reporter: Any, run_dir: Path, total: int, live: bool) -> None:
         self.reporter, self.run_dir, self.total, self.live = reporter, run_dir, total, live
-        self.started = self.shown = time.monotonic()
+        self.started = clock.monotonic()
+        self.shown = time.monotonic()
         self.verdicts: Counter[str] = Counter()
 
     def done(self, verdict: str) -> None:
@@ -29,7 +31,7 @@ class Progress:
 
     def line(self) -> str:
         n = sum(self.verdicts.values())
-        spent = time.monotonic() - self.started
+        spent = clock.monotonic() - self.started
         left = spent / n * (self.total - n) if n else 0.0
         parts = [f"{n}/{self.total} cases", f"{self.verdicts['nonconforming']} nonconforming"]
         if self.verdicts["waived"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from conformance.engine import judge
+from conformance.engine.clock import monotonic
 from conformance.engine.example import Example, build, digests, place, start_cursors
 from conformance.engine.executor import ArenaPool, Executor, Launcher
 from conformance.engine.inline import InlineExecutor
@@ -81,10 +81,10 @@ class _Timer:
         self.clock, self.phase = clock, phase
 
     def __enter__(self) -> None:
-        self.start = time.perf_counter()
+        self.start = monotonic()
 
     def __exit__(self, *_: object) -> None:
-        self.clock[self.phase] += time.perf_counter() - self.start
+        self.clock[self.phase] += monotonic() - self.start
 
 
 class Attempts:

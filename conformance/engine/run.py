@@ -13,6 +13,7 @@ from typing import Any
 from conformance.engine import draw, misuse, relations
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
 from conformance.engine.checks import CHECKS, Check, counted
+from conformance.engine.clock import monotonic
 from conformance.engine.executor import BackendBroken
 from conformance.engine.judge import Finding, rejected_share
 from conformance.engine.keep import keep
@@ -310,7 +311,7 @@ class _CaseRun:
             return found is not None and found.bug == bug.bug
 
         with self.clock.timed("shrink"):
-            return Shrinker(self.case.op, fails, problem, time.monotonic() + self.config.effort.shrink_s,
+            return Shrinker(self.case.op, fails, problem, monotonic() + self.config.effort.shrink_s,
                             lambda: attempts.deaths - start).run()
 
     def tell(self, finding: Finding, status: str, attempt: Attempt, first: Problem, story: str) -> None:

@@ -7,7 +7,6 @@ same status and reason: a shrink never slips from one bug to another.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from conformance.engine.clock import monotonic
 from conformance.engine.draw import values_of
 from conformance.model import Op, Problem, Size
 
@@ -40,7 +40,7 @@ class Shrinker:
     tried: int = 0
 
     def spent(self) -> bool:
-        return time.monotonic() >= self.end or self.deaths() >= MAX_DEATHS
+        return monotonic() >= self.end or self.deaths() >= MAX_DEATHS
 
     def attempt(self, problem: Problem) -> bool:
         """Whether this smaller problem shows the bug too; if so it becomes the best."""
