@@ -22,7 +22,7 @@ from conformance.engine.executor import end_group, ended
 from conformance.engine.limits import check_limits
 from conformance.identity import nearest, unknown
 from conformance.model import Op
-from conformance.protocol import Description, Support, description_from_json, unsupported
+from conformance.protocol import PLATFORMS, Description, Support, description_from_json, unsupported
 
 ROOT = Path(__file__).resolve().parents[1]
 DESCRIBE_TIMEOUT_S = 120.0
@@ -79,6 +79,8 @@ def complaints(description: Description, declared: Iterable[Op]) -> list[str]:
     ops = list(declared)
     known = {f.name for m in MODULES for f in functions(m)} | {op.name for op in ops}
     out = []
+    if description.platform not in PLATFORMS:
+        out.append(f"platform {description.platform!r}, which is none of {', '.join(PLATFORMS)}")
     for pattern, support in description.ops.items():
         if support.reason.startswith(MALFORMED):
             out.append(f"{pattern}: {support.reason}")

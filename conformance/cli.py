@@ -47,33 +47,24 @@ def run(argv: list[str]) -> int:
 
 @command("what is usable on this machine, and why not")
 def doctor(argv: list[str]) -> int:
-    from tabulate import tabulate
-
     from conformance import backends
-    from conformance.catalogue.load import MODULES
+    from conformance.doctor import examine, page
     from conformance.options import backend_options, split
 
     p = argparse.ArgumentParser("conformance doctor")
     p.add_argument("--backend", required=True)
     p.add_argument("--backend-option", action="append", default=[])
+    p.add_argument("--device", default="0")
     p.add_argument("--require", default="", help="modules that must be usable: a,b")
     args = p.parse_args(argv)
-    options = backend_options(args.backend_option)
     try:
-        found = backends.doctor(args.backend, options)
+        found = examine(args.backend, backend_options(args.backend_option), args.device)
     except backends.BackendUnusable as e:
         print(e)
         return EXIT_INCONCLUSIVE
-    rows = [(m, "yes" if not found["modules"].get(m, "not offered") else "no", found["modules"].get(m, "not offered"))
-            for m in MODULES]
-    print(tabulate(rows, ("module", "usable", "reason"), tablefmt="simple"))
-    print("devices:", "; ".join(found["devices"]))
-    print("versions:", ", ".join(f"{k} {v}" for k, v in found["versions"].items()))
-    usable = {m for m, yes, _ in rows if yes == "yes"}
-    missing = [m for m in split(args.require) if m not in usable]
-    if missing:
-        print(f"required, but not usable: {', '.join(missing)}")
-    return EXIT_INCONCLUSIVE if missing or not usable else 0
+    text, code = page(args.backend, found, split(args.require))
+    print(text)
+    return code
 
 
 @command("the cases of a level, an id a line")

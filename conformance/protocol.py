@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 PROTOCOL_VERSION = 1
+PLATFORMS = ("compiler", "simulator", "fpga", "silicon")
+"""What results were had on: a column of the matrix each, never merged."""
 
 
 @dataclass(frozen=True)

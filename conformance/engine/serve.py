@@ -76,6 +76,10 @@ class Server:
         if command == "doctor":
             r = self.backend.doctor()
             return {"versions": dict(r.versions), "devices": list(r.devices), "modules": dict(r.modules)}
+        if command in ("contract", "probe"):
+            from conformance.engine import contract
+
+            return contract.answer(self, request)
         msg = f"unknown command {command!r}"
         raise ValueError(msg)
 
@@ -94,12 +98,12 @@ class Server:
         self.arena.view[1] = min(step, 255)
         self._phase = name
 
-    def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, request: Mapping[str, Any], kind: type[_Run] | None = None) -> dict[str, Any]:
         self.arena.reserve(request["arena_bytes"])
         if request.get("results_at") is not None:
             self.cursor = request["results_at"]
         buffers: list[Any] = []
-        run = _Run(self, request, buffers)
+        run = (kind or _Run)(self, request, buffers)
         started = monotonic()
         try:
             out = run.go()
