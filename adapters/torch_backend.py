@@ -1,19 +1,37 @@
-"""A backend on torch, of any device type: memory, views and dtypes. Ops come by inheritance."""
+"""A backend on torch, of any device type: memory, views and dtypes. Ops come by inheritance.
+
+torch is imported by the constructor, not by this module: a description needs none, and what a process may see of a
+machine's devices must be said before the framework looks.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from conformance.protocol import FORMATS, STORAGE_BYTES, Backend, Group, OutOfDeviceMemory, TensorSpec, Unrepresentable
 
-from conformance.protocol import FORMATS, Backend, Group, OutOfDeviceMemory, TensorSpec, Unrepresentable
+if TYPE_CHECKING:
+    import torch
 
-_DTYPES: dict[str, torch.dtype] = {
-    f.storage: getattr(torch, f.storage) for f in FORMATS.values() if hasattr(torch, f.storage)
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+"""By bytes of an element: what holds the bits of a storage dtype that this torch has no name for."""
+
+
+@functools.cache
+def dtypes() -> dict[str, torch.dtype]:
+    """torch's dtype by storage name; one that this torch lacks is carried by an integer of its width, bit for bit."""
+    t = importlib.import_module("torch")
+    return {f.storage: getattr(t, f.storage, None) or getattr(t, CARRIERS[f.itemsize_bytes]) for f in FORMATS.values()}
+
+
+@functools.cache
+def names() -> dict[torch.dtype, str]:
+    """Storage name by torch's dtype; a carrier keeps its own name."""
+    t = importlib.import_module("torch")
+    return {getattr(t, name): name for name in STORAGE_BYTES if hasattr(t, name)}
 
 
 class TorchBackend(Backend):
@@ -24,13 +42,22 @@ class TorchBackend(Backend):
 
     def __init__(self, *, device: str, options: Mapping[str, str], group: Group | None) -> None:
         super().__init__(device=device, options=options, group=group)
-        torch.set_num_threads(1)
-        self.torch_device = torch.device(self.device_type)
+        self.before_framework()
+        self.torch = importlib.import_module("torch")
+        self.torch.set_num_threads(1)
+        self.torch_device = self.own_device()
         self._loaded: dict[str, Any] = {}
+
+    def before_framework(self) -> None:
+        """Called before torch is imported: environment that it reads once."""
+
+    def own_device(self) -> torch.device:
+        """The device that this process works on."""
+        return self.torch.device(self.device_type)
 
     def alloc(self, nbytes: int, align: int) -> torch.Tensor:
         try:
-            raw = torch.empty(nbytes + align, dtype=torch.uint8, device=self.torch_device)
+            raw = self.torch.empty(nbytes + align, dtype=self.torch.uint8, device=self.torch_device)
         except RuntimeError as e:
             if "memory" in str(e):
                 raise OutOfDeviceMemory(str(e)) from e
@@ -43,35 +70,37 @@ class TorchBackend(Backend):
 
     def write(self, buf: torch.Tensor, offset: int, data: memoryview) -> None:
         if len(data):
-            buf[offset : offset + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+            buf[offset : offset + len(data)].copy_(self.torch.frombuffer(data, dtype=self.torch.uint8))
 
     def read(self, buf: torch.Tensor, offset: int, out: memoryview) -> None:
         if len(out):
-            torch.frombuffer(out, dtype=torch.uint8).copy_(buf[offset : offset + len(out)])
+            self.torch.frombuffer(out, dtype=self.torch.uint8).copy_(buf[offset : offset + len(out)])
 
     def view(self, buf: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
-        if spec.dtype not in _DTYPES:
-            msg = f"torch {torch.__version__} has no dtype {spec.dtype}"
+        if spec.dtype not in dtypes():
+            msg = f"no format is stored as {spec.dtype}"
             raise Unrepresentable(msg)
         usable = (buf.numel() - offset) // spec.itemsize_bytes * spec.itemsize_bytes
-        typed = buf[offset : offset + usable].view(_DTYPES[spec.dtype])
+        typed = buf[offset : offset + usable].view(dtypes()[spec.dtype])
         return typed.as_strided(spec.shape, spec.strides, typed.storage_offset())
 
     def inspect(self, tensor: Any) -> tuple[TensorSpec, torch.Tensor, int, int]:
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, self.torch.Tensor):
             msg = f"{type(tensor).__name__} is no tensor"
             raise TypeError(msg)
-        name = _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        name = names().get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         storage = tensor.untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
+        whole = self.torch.empty(0, dtype=self.torch.uint8, device=tensor.device)
+        whole.set_(storage, 0, (storage.nbytes(),))
         spec = TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), name, name)
         return spec, whole, tensor.storage_offset() * tensor.element_size(), storage.nbytes()
 
     def same_memory(self, a: Any, b: Any) -> bool:
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.data_ptr() == b.data_ptr()
+        tensors = isinstance(a, self.torch.Tensor) and isinstance(b, self.torch.Tensor)
+        return tensors and a.data_ptr() == b.data_ptr()
 
     def dtype(self, name: str) -> torch.dtype:
-        return _DTYPES[name]
+        return dtypes()[name]
 
     def adapter(self, module: str) -> Any:
         if module not in self._loaded:
@@ -97,7 +126,7 @@ class TorchBackend(Backend):
 
     def synchronize(self) -> None:
         if self.device_type != "cpu":
-            getattr(torch, self.device_type).synchronize()
+            getattr(self.torch, self.device_type).synchronize()
 
     def alive(self) -> bool:
-        return bool((torch.ones(4, device=self.torch_device) + 1).sum().item() == 8)
+        return bool((self.torch.ones(4, device=self.torch_device) + 1).sum().item() == 8)

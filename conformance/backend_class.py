@@ -7,7 +7,11 @@ from importlib.metadata import entry_points
 
 from conformance.protocol import Backend
 
-BUILT_IN = {"cpu": "adapters.cpu.backend:CpuBackend"}
+BUILT_IN = {
+    "cpu": "adapters.cpu.backend:CpuBackend",
+    "nvidia": "adapters.nvidia.backend:NvidiaBackend",
+    "ascend": "adapters.ascend.backend:AscendBackend",
+}
 ENTRY_POINT_GROUP = "conformance.backends"
 
 

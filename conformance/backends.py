@@ -66,6 +66,11 @@ def without_malformed(description: Description) -> Description:
 
 def _mistyped(support: Support) -> Iterator[str]:
     for row in support.limits:
+        when = row.get("when", {})
+        if not (isinstance(when, Mapping) and all(isinstance(v, (list, tuple)) for v in when.values())):
+            yield f"{row['field']}: `when` takes lists of values by field, got {when!r}"
+        if not isinstance(row.get("given", True), bool):
+            yield f"{row['field']}: `given` takes true or false, got {row['given']!r}"
         for test, value in row.items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if test == "in" and not isinstance(value, (list, tuple)):
@@ -89,8 +94,9 @@ def complaints(description: Description, declared: Iterable[Op]) -> list[str]:
             out.append(f"{pattern}: no op of the catalogue{'; ' + close if close else ''}")
         mine = [op for op in ops if fnmatchcase(op.name, pattern)]
         fields = {f for op in mine for f in _fields(op)}
-        out.extend(f"{pattern}: a limit on {row['field']!r}, which is no variant key, size, value or <arg>.row_bytes"
-                   for row in support.limits if mine and row["field"] not in fields)
+        out.extend(f"{pattern}: a limit on {field!r}, which is no variant key, size, value or <arg>.row_bytes"
+                   for row in support.limits if mine for field in (row["field"], *row.get("when", ()))
+                   if field not in fields)
     return out
 
 

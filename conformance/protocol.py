@@ -72,6 +72,10 @@ class DeviceLost(Exception):
     """The device or its context is gone; the engine reports `crash` and calls `recover`."""
 
 
+class ModuleUnusable(Exception):
+    """A module's package is missing, or is of a release that the adapter does not know; the engine reports `error`."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Shape and strides in elements of the storage `dtype`; `format` says what the bits mean."""
@@ -197,8 +201,9 @@ class Support:
     """What a backend says of one op.
 
     `limits` are rows `{"field": ..., "in"|"lt"|"le"|"ge"|"multiple_of": value}` that
-    must all hold; `field` names a variant key, a size, or `<arg>.row_bytes`. A row
-    may say its `reason`.
+    must all hold; `field` names a variant key, a size, a value, or `<arg>.row_bytes`. A row
+    may say its `reason`, and `when` it holds: `{other field: [values]}`. `given: true|false` says
+    that a drawn value must not be None, or must be.
     """
 
     supported: bool
@@ -241,6 +246,8 @@ class Description:
     ranks: tuple[int, ...] = (1,)
     platform: str = "silicon"
     fork_after_import: bool = False
+    ask_doctor: bool = False
+    """whether a run asks `doctor` first: the backend stands on packages that a machine may lack"""
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -284,6 +291,11 @@ class Backend:
 
     def doctor(self) -> Report:
         return Report({}, (self.device,), {})
+
+    @classmethod
+    def why_not(cls, options: Mapping[str, str], error: Exception) -> Report:
+        """What `doctor` reports where the constructor raised: a sentence a module. Touches no device."""
+        raise error
 
     def alloc(self, nbytes: int, align: int) -> Any:
         """A device buffer of `nbytes`, its address a multiple of `align`. Raises OutOfDeviceMemory."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from conformance.collect import ops
@@ -28,6 +30,29 @@ def test_limit(row: dict[str, object], holds: bool) -> None:
     rows = row_bytes_of(TOPK, PROBLEM, {"input_row_bytes": 64})
     assert rows["input"] == 256
     assert (problem_limit(supported(limits=(row,)), PROBLEM, rows) == "") is holds
+
+
+@pytest.mark.parametrize(("row", "holds"), [
+    ({"field": "vocab", "lt": 50, "when": {"dtype": ["fp32"]}}, True),
+    ({"field": "vocab", "lt": 50, "when": {"dtype": ["bf16"]}}, False),
+    ({"field": "vocab", "lt": 50, "when": {"dtype": ["bf16"], "b": [1, 2]}}, True),
+    ({"field": "alpha", "given": False}, True), ({"field": "alpha", "given": True}, False),
+    ({"field": "recipe", "given": True}, True), ({"field": "recipe", "given": False}, False),
+    ({"field": "recipe", "given": False, "when": {"b": [4]}}, True),
+    ({"field": "recipe", "in": [[1, 1, 128]]}, True), ({"field": "recipe", "in": [[1, 1, 32]]}, False),
+    ({"field": "not_drawn", "given": True}, True),
+])
+def test_a_row_may_hold_in_some_problems_only_or_be_about_none(row: dict[str, object], holds: bool) -> None:
+    problem = replace(PROBLEM, values={"alpha": None, "recipe": (1, 1, 128)})
+    assert (problem_limit(supported(limits=(row,)), problem) == "") is holds
+
+
+def test_of_a_variant_alone_only_what_is_known_counts() -> None:
+    s = supported(limits=({"field": "index", "in": ["int64"], "when": {"vocab": [100]}},
+                          {"field": "alpha", "given": True}))
+    assert variant_limit(s, VARIANT) == ""
+    s = supported(limits=({"field": "index", "in": [], "when": {"dtype": ["bf16"]}, "reason": "why"},))
+    assert variant_limit(s, VARIANT).endswith(": why")
 
 
 def test_every_row_must_hold_and_the_first_broken_one_is_named() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from conformance.backend_class import load_backend_class
 from conformance.engine.wire import die_with_parent, said
-from conformance.protocol import description_to_json
+from conformance.protocol import Backend, Report, description_to_json
 
 
 def main() -> None:
@@ -24,12 +24,20 @@ def main() -> None:
         if what == "describe":
             answer = {"answer": description_to_json(cls.describe(opts))}
         else:
-            r = cls(device=device, options=opts, group=None).doctor()
+            r = _doctor(cls, device, opts)
             answer = {"answer": {"versions": dict(r.versions), "devices": list(r.devices), "modules": dict(r.modules)}}
         text = json.dumps(answer)
     except BaseException as e:
         text = json.dumps({"error": said(e)})
     sys.stdout.write("\n" + text + "\n")
+
+
+def _doctor(cls: type[Backend], device: str, options: dict[str, str]) -> Report:
+    try:
+        backend = cls(device=device, options=options, group=None)
+    except Exception as e:
+        return cls.why_not(options, e)
+    return backend.doctor()
 
 
 if __name__ == "__main__":

@@ -91,6 +91,8 @@ def ended_badly(outcome: Outcome) -> Finding | None:
             return Finding("oom", phase, None, who + a["oom"])
         if "lost" in a:
             return Finding("crash", phase, "signal", who + f"the device is lost: {a['lost']}")
+        if "unusable" in a:
+            return Finding("error", phase, None, who + a["unusable"])
         if "unreadable" in a:
             return Finding("fail", phase, "contract", who + a["unreadable"])
         if "unrepresentable" in a:

@@ -13,6 +13,8 @@ _TESTS = {
     "in": lambda x, v: x in v, "lt": lambda x, v: x < v, "le": lambda x, v: x <= v, "ge": lambda x, v: x >= v,
     "multiple_of": lambda x, v: x % v == 0,
 }
+SAYS = ("field", "reason", "when", "given")
+"""keys of a row that are no test of a value; `given` is looked at apart, for it is about values that are None"""
 _WORDS = {"in": "must be one of", "lt": "must be below", "le": "must be at most", "ge": "must be at least",
           "multiple_of": "must be a multiple of"}
 
@@ -42,23 +44,40 @@ def problem_limit(support: Support, problem: Problem, row_bytes: Mapping[str, in
         value = problem.values.get(field)
         return [list(value)] if isinstance(value, (list, tuple)) else value  # one value, not one a rank
 
+    for row in support.limits:
+        if "given" in row and row["field"] in problem.values and _holds_when(row, look_up):
+            got = problem.values[row["field"]]
+            if (got is not None) != row["given"]:
+                told = "must be given" if row["given"] else f"={got} must not be given"
+                return f"{row['field']}{'' if told[0] == '=' else ' '}{told}" + _why(row)
     return _first_broken(support, look_up)
 
 
 def _first_broken(support: Support, look_up: Any) -> str:
     for row in support.limits:
         got = look_up(row["field"])
-        if got is None:
+        if got is None or not _holds_when(row, look_up):
             continue
         for test, allowed in row.items():
-            if test in ("field", "reason"):
+            if test in SAYS:
                 continue
             values = got if isinstance(got, list) else [got]
             if not all(_TESTS[test](v, allowed) for v in values):
                 listed = ", ".join(map(str, allowed)) if test == "in" else allowed
-                why = f": {row['reason']}" if "reason" in row else ""
-                return f"{row['field']}={got} {_WORDS[test]} {listed}{why}"
+                return f"{row['field']}={got} {_WORDS[test]} {listed}" + _why(row)
     return ""
+
+
+def _holds_when(row: Mapping[str, Any], look_up: Any) -> bool:
+    """Whether a row is about this problem: `when` lists the values that some other fields must have.
+
+    A field of which nothing is known yet does not have them.
+    """
+    return all(look_up(field) in allowed for field, allowed in row.get("when", {}).items())
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    return f": {row['reason']}" if "reason" in row else ""
 
 
 def check_limits(description: Description) -> list[str]:
@@ -69,5 +88,5 @@ def check_limits(description: Description) -> list[str]:
             if "field" not in row:
                 wrong.append(f"{name}: a limit without a field: {dict(row)}")
             wrong.extend(f"{name}: unknown limit {t!r}; known: {', '.join(_TESTS)}"
-                         for t in row if t not in ("field", "reason") and t not in _TESTS)
+                         for t in row if t not in SAYS and t not in _TESTS)
     return wrong

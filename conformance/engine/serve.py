@@ -25,6 +25,7 @@ from conformance.protocol import (
     DeviceLost,
     DTypeArg,
     Group,
+    ModuleUnusable,
     OutOfDeviceMemory,
     TensorArg,
     TokenArg,
@@ -38,6 +39,10 @@ PHASES = ("idle", "prepare", "compile", "enqueue", "execute", "compare", "teardo
 MOST_LEAVES = 1000
 """results of one call; a callee may return an endless one"""
 LONGEST_TEXT = 10_000
+
+
+NO_REFUSAL = (OutOfDeviceMemory, MemoryError, DeviceLost, ModuleUnusable)
+"""what a call raises that is no answer to a misuse"""
 
 
 class Unreadable(Exception):
@@ -113,6 +118,8 @@ class Server:
             out = {"oom": f"the call ran out of host memory: {said(e)}"}
         except DeviceLost as e:
             out = {"lost": said(e)}
+        except ModuleUnusable as e:
+            out = {"unusable": str(e)}
         except Unreadable as e:
             out = {"unreadable": str(e)}
         except BaseException as e:
@@ -176,7 +183,7 @@ class _Run:
             try:
                 result = self.called(raw, kwargs)
             except Exception as e:
-                if not raw.get("refused") or isinstance(e, (OutOfDeviceMemory, MemoryError, DeviceLost)):
+                if not raw.get("refused") or isinstance(e, NO_REFUSAL):
                     raise
                 steps.append({"refused": _described(e)})
                 continue
