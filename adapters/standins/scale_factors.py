@@ -59,6 +59,8 @@ def as_fp32(
 
 def unpacked(words: torch.Tensor, packing: int) -> torch.Tensor:
     """fp32 [rows, packing * words] of exponent bytes, lowest byte first; byte 0 is 2**-127, byte 255 NaN."""
-    flat = words.contiguous().view(torch.uint8).reshape(words.shape[0], words.shape[1] * packing)
-    value = torch.ldexp(torch.ones(()), flat.int() - 127)
-    return torch.where(flat == 255, torch.nan, value)
+    # A copy in any case: with one word a row, "contiguous" rows may still have a last stride that no view accepts.
+    copy = words.clone(memory_format=torch.contiguous_format)
+    flat = copy.view(torch.uint8).reshape(words.shape[0], words.shape[1] * packing).int()
+    bits = torch.where(flat == 0, 0x00400000, torch.where(flat == 255, 0x7FC00000, flat << 23))
+    return bits.int().view(torch.float32)
