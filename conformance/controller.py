@@ -14,6 +14,7 @@ import pytest
 from conformance import backends, waivers
 from conformance.bench import THREAD_VARIABLES
 from conformance.collect import ROOT, UsageError, check_names, ops, ops_by_file
+from conformance.foreign import read_lines
 from conformance.journal import Journal, RunDirError, differing
 from conformance.options import check_usage
 from conformance.progress import Progress, bad_line
@@ -25,7 +26,6 @@ from conformance.results import (
     SCHEMA_VERSION,
     Record,
     exit_code,
-    read_lines,
     verdict_of,
 )
 from conformance.worker import Run, Worker

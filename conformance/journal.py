@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import time
@@ -17,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance.results import BadLine, Record, read_lines, read_run
+from conformance.foreign import BadLine, changed_files, manifest, plain_files, read_lines
+from conformance.results import Record, read_run
 
 SAME = ("schema_version", "backend", "backend_options", "level", "seed", "description", "claim")
 """fields of run.json in which the parts of one run agree: shards of it, and what is gone on with"""
@@ -100,7 +100,7 @@ class Journal:
 
     def _close(self, records: Iterable[Record], info: dict[str, Any]) -> None:
         rows: dict[str, dict[str, Any]] = {}
-        for file in sorted(self.path.glob("problems*.jsonl")):
+        for file in plain_files(self.path, "problems*.jsonl", []):
             for row in read_lines(file, []):
                 rows[json.dumps([row.get("id"), row.get("problem")], sort_keys=True)] = row
         _write_whole(self.path / "problems.jsonl", (json.dumps(row, sort_keys=True) + "\n" for row in rows.values()))
@@ -128,35 +128,10 @@ def _why(path: Path, e: OSError) -> str:
     return f"run directory {path}: {e.strerror or e}"
 
 
-def changed_files(path: Path) -> list[BadLine]:
-    """Files of a closed run that are not what its manifest says."""
-    try:
-        listed = json.loads((path / "manifest.json").read_text())
-        found = {n: hashlib.sha256((path / n).read_bytes()).hexdigest() for n in listed
-                 if not n.startswith("artifacts/") and (path / n).is_file()}
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError) as e:
-        return [BadLine("manifest.json", 0, str(e))]
-    gone = [BadLine(n, 0, "deleted since the run was closed") for n in listed
-            if not n.startswith("artifacts/") and n not in found]
-    return gone + [BadLine(n, 0, "edited since the run was closed") for n in found if found[n] != listed[n]]
-
-
 def lost_evidence(path: Path, records: Iterable[Record]) -> list[BadLine]:
     """Artifact folders that records name and that are gone."""
-    return [BadLine(r.artifacts, 0, f"deleted; `conformance replay {r.id}` makes it again")
-            for r in records if r.artifacts and not (path / r.artifacts).is_dir()]
-
-
-def manifest(path: Path) -> dict[str, str]:
-    """sha256 of every published file by its relative name."""
-    out = {}
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        name = str(file.relative_to(path))
-        if name not in ("manifest.json", "lock") and not name.startswith("matrix/"):
-            out[name] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return out
+    return [BadLine(r.artifacts[:200], 0, f"deleted; `conformance replay {r.id}` makes it again")
+            for r in records if r.artifacts and not os.path.isdir(path / r.artifacts)]
 
 
 def _write_whole(path: Path, lines: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.engine import clock
-from conformance.results import BadLine
+from conformance.foreign import BadLine
 
 LOG_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.2

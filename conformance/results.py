@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from conformance.foreign import BadLine, is_plain, numbered_lines, parsed, plain_files
 
 SCHEMA_VERSION = 1
 
@@ -151,19 +152,6 @@ def exit_code(records: Iterable[Record]) -> int:
     return EXIT_CONFORMING
 
 
-@dataclass(frozen=True)
-class BadLine:
-    file: str
-    line: int
-    why: str
-
-
-def read_lines(path: Path, bad: list[BadLine]) -> Iterator[dict[str, Any]]:
-    """Every good JSON object of a .jsonl file; what can't be read is added to `bad` by line."""
-    for _, raw in numbered_lines(path, bad):
-        yield raw
-
-
 @dataclass
 class Run:
     """One run directory as read: `info` is run.json, `records` the last good line of each id.
@@ -177,25 +165,40 @@ class Run:
     bad: list[BadLine] = field(default_factory=list)
 
 
+def newer_schema(info: Mapping[str, Any]) -> str:
+    """Why a run of this run.json can't be read; empty where it can. Fields may be added within a version."""
+    version = info.get("schema_version", SCHEMA_VERSION)
+    if isinstance(version, int) and version <= SCHEMA_VERSION:
+        return ""
+    return f"schema version {version!r}, and this suite reads up to {SCHEMA_VERSION}: use the suite that wrote it"
+
+
 def read_run(path: Path) -> Run:
     """Reads a run directory as data: run.json and every results*.jsonl, of a run cut off as well.
 
     Within one file the later line of an id counts; between files the one that finished
-    later. Raises FileNotFoundError where there is neither of the two.
+    later. Of a run of a newer schema no result is read, for its words may mean something else.
+    Raises FileNotFoundError where there is neither of the two.
     """
-    files = sorted(path.glob("results*.jsonl"))
-    if not files and not (path / "run.json").is_file():
+    run = Run(path)
+    files = plain_files(path, "results*.jsonl", run.bad)
+    if not files and not is_plain(path / "run.json"):
         msg = f"{path}: no run directory, it has neither run.json nor results.jsonl"
         raise FileNotFoundError(msg)
-    run = Run(path)
     try:
-        info = json.loads((path / "run.json").read_bytes(), parse_int=_bounded_int)
+        if not is_plain(path / "run.json"):
+            msg = "no such file"
+            raise ValueError(msg)
+        info = parsed((path / "run.json").read_bytes())
         if isinstance(info, dict):
             run.info = info
         else:
             run.bad.append(BadLine("run.json", 0, f"a {type(info).__name__} instead of an object"))
-    except (OSError, ValueError, RecursionError) as e:
+    except (OSError, ValueError) as e:
         run.bad.append(BadLine("run.json", 0, getattr(e, "strerror", None) or str(e)))
+    if why := newer_schema(run.info):
+        run.bad.append(BadLine("run.json", 0, f"{why}; no result was read"))
+        return run
     for file in files:
         for record in _records_of(file, run.bad).values():
             before = run.records.get(record.id)
@@ -219,31 +222,6 @@ def _records_of(file: Path, bad: list[BadLine]) -> dict[str, Record]:
     except OSError as e:
         bad.append(BadLine(file.name, 0, e.strerror or str(e)))
     return records
-
-
-def _bounded_int(digits: str) -> int:
-    """Seeds have 20 digits; what is much longer overflows every float made of it later."""
-    if len(digits) > 40:
-        msg = f"a number of {len(digits)} digits"
-        raise ValueError(msg)
-    return int(digits)
-
-
-def numbered_lines(file: Path, bad: list[BadLine]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) for every good line of a .jsonl file; `bad` gets the others."""
-    with file.open("rb") as f:
-        for n, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                raw = json.loads(line, parse_int=_bounded_int)
-            except (ValueError, RecursionError) as e:
-                bad.append(BadLine(file.name, n, str(e) if line.endswith(b"\n") else "cut off: no end of line"))
-                continue
-            if isinstance(raw, dict):
-                yield n, raw
-            else:
-                bad.append(BadLine(file.name, n, f"a {type(raw).__name__} instead of an object"))
 
 
 _REQUIRED = ("id", "module", "op", "variant", "check", "level", "status")

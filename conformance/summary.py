@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from conformance.collect import ops
+from conformance.foreign import BadLine
 from conformance.progress import bad_line, duration
-from conformance.results import BadLine, Record
+from conformance.results import Record
 from conformance.waivers import unmatched
 from reports.matrix import write_all
 

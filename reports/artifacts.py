@@ -16,6 +16,7 @@ KINDS = {".png": "picture", ".py": "script", ".json": "data", ".npy": "array", "
 """What is copied. HTML and SVG are not: a browser would run what they carry."""
 
 MIB = 1 << 20
+LONGEST_NAME = 120
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Copier:
     total_limit_bytes: int = 256 * MIB
     files_per_case: int = 40
     used_bytes: int = 0
+    _owners: dict[Path, Path] = field(default_factory=dict)
+    """what each path below root is a copy of; on a file system that ignores case too"""
 
     def take(self, run_dir: Path, artifacts: str, place: str) -> Evidence:
         """Copies one case's folder to `files/<place>/<folder name>/`; what stays behind is noted."""
@@ -69,20 +72,27 @@ class Copier:
         except (OSError, ValueError) as e:
             evidence.notes.append(str(e))
             return evidence
-        target = Path("files") / _plain(place) / _plain(folder.name)
+        target = self._own(Path("files") / _plain(place) / _plain(folder.name), folder)
         for entry in entries:
             why = self._why_left(entry, len(evidence.links))
             if why:
                 evidence.notes.append(f"{entry.name} not copied: {why}")
                 continue
-            link = Link(
-                entry.name, quote((target / _plain(entry.name)).as_posix()), KINDS[entry.suffix], entry.stat().st_size
-            )
+            copy = self._own(target / _plain(entry.name), entry)
+            link = Link(entry.name, quote(copy.as_posix()), KINDS[entry.suffix], entry.stat().st_size)
             (self.root / target).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(entry, self.root / target / _plain(entry.name), follow_symlinks=False)
+            shutil.copyfile(entry, self.root / copy, follow_symlinks=False)
             self.used_bytes += link.size_bytes
             evidence.links.append(link)
         return evidence
+
+    def _own(self, wanted: Path, source: Path) -> Path:
+        """A path that no other source has: two names may read the same once they are plain."""
+        path, n = wanted, 1
+        while self._owners.setdefault(Path(str(path).lower()), source) != source:
+            n += 1
+            path = wanted.with_name(f"{wanted.stem}-{n}{wanted.suffix}")
+        return path
 
     def _why_left(self, entry: Path, taken: int) -> str:
         if entry.is_symlink() or not entry.is_file():
@@ -99,4 +109,4 @@ class Copier:
 
 def _plain(name: str) -> str:
     """A file name without surprises; `..` and an empty one can't come out of it."""
-    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", name).lstrip(".-") or "x"
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", name).lstrip(".-")[-LONGEST_NAME:] or "x"

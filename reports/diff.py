@@ -50,10 +50,10 @@ class Diff:
 
     @property
     def exit_code(self) -> int:
-        """1 if something broke or was lost, else 6 if a verdict was lost, 5 if nothing ran in both, 0 otherwise."""
+        """1 if something broke or was lost, else 6 if a verdict was lost or B edited, 5 if nothing ran in both, 0."""
         if self.changes["broken"] or self.changes["lost"]:
             return EXIT_NONCONFORMING
-        if self.changes["unclear"]:
+        if self.changes["unclear"] or self.b.edited:
             return EXIT_INCONCLUSIVE
         return EXIT_CONFORMING if self.shared else EXIT_NOTHING_RUN
 

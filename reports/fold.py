@@ -323,7 +323,7 @@ def run_headline(run: LoadedRun, cells: Sequence[Cell]) -> Headline:
     """The state and the words for a whole column.
 
     Relative to the claim where one is made, with all of its ops in the denominator;
-    else "partial: 7 of 58 ops", whatever conforms.
+    else "partial: 7 of 58 ops", whatever conforms. A run that was edited is inconclusive at best.
     """
     claim = run.info.claim
     inside = [c for c in cells if c.required] if claim else list(cells)
@@ -340,6 +340,9 @@ def run_headline(run: LoadedRun, cells: Sequence[Cell]) -> Headline:
         state = State.PARTIAL if good else (State.WAIVED if count[State.WAIVED] else State.NOT_YET)
     else:
         state = State.CONFORMING
+    if run.edited:
+        state = state if state is State.NONCONFORMING else State.INCONCLUSIVE
+        detail = ", ".join(filter(None, ("edited since it was closed", detail)))
     if not claim:
         return Headline(state, f"partial: {good} of {len(inside)} ops conforming", detail)
     word = {State.NONCONFORMING: "nonconforming", State.INCONCLUSIVE: "inconclusive"}.get(state, "conforming")

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from conformance.engine.limits import support_of
+from conformance.foreign import BadLine, changed_files, numbered_lines, plain_files
 from conformance.identity import matches, parse_id
 from conformance.protocol import Description, Support, description_from_json
-from conformance.results import BadLine, Record, Run, Status, numbered_lines, read_run, verdict_of
+from conformance.results import Record, Run, Status, read_run, verdict_of
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class LoadedRun:
     info: RunInfo
     records: tuple[Record, ...]
     notes: tuple[str, ...]
+    edited: bool = False
+    """files are not what they were when the run was closed: nothing in them proves that it conforms"""
 
     @property
     def cut_off(self) -> bool:
@@ -115,6 +118,8 @@ def _load(path: Path) -> LoadedRun:
         else:
             records[record.id] = record
     lost = _add_lost(info, records, run.bad)
+    changed = changed_files(path)
+    notes += [f"{b.file} was {b.why}" if b.why.endswith("closed") else f"{b.file}: {b.why}" for b in changed]
     if not info.closed:
         notes.append(f"cut off: the run was not closed, {lost} of {len(info.planned)} planned cases have no result")
     elif lost:
@@ -123,7 +128,8 @@ def _load(path: Path) -> LoadedRun:
     label = (info.description.name if info.description else info.backend) or path.resolve().name
     if info.platform not in ("", "silicon"):
         label += f" ({info.platform})"
-    return LoadedRun(label, path, info, tuple(sorted(records.values(), key=lambda r: r.id)), tuple(notes))
+    ordered = tuple(sorted(records.values(), key=lambda r: r.id))
+    return LoadedRun(label, path, info, ordered, tuple(notes), bool(changed))
 
 
 def _add_lost(info: RunInfo, records: dict[str, Record], bad: list[BadLine]) -> int:
@@ -215,7 +221,7 @@ class Digests:
 def read_problems(path: Path, bad: list[BadLine]) -> dict[str, Digests]:
     """Every executed problem of a run by a digest of (case id, problem); the last one of a kind counts."""
     problems: dict[str, Digests] = {}
-    for file in sorted(path.glob("problems*.jsonl")):
+    for file in plain_files(path, "problems*.jsonl", bad):
         for line, raw in numbered_lines(file, bad):
             case, problem = raw.get("id"), raw.get("problem")
             digests = [raw.get(name, "") for name in ("inputs", "outputs")]

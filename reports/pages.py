@@ -9,10 +9,12 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from conformance.identity import slug
 from conformance.results import Record
 from reports.artifacts import Copier
 from reports.fold import WORDS, Cell, Matrix, State, module_headline, run_headline, state_of, tally, worst
@@ -20,6 +22,8 @@ from reports.load import LoadedRun
 from reports.markup import Html, breakable, tag
 from reports.record_view import case_entry
 
+LONGEST_NAME = 120
+"""characters of an op's name that a file may be called by"""
 _STATIC = Path(__file__).parent / "static"
 _SHAPES = {
     State.CONFORMING: '<path d="M3 8.5l3.4 3.5L13 4.5"/>',
@@ -48,11 +52,16 @@ def icon(state: State) -> Html:
     return tag("svg", Html(_SHAPES[state]), class_="icon", viewBox="0 0 16 16", role="img", aria_label=WORDS[state])
 
 
+def page_name(op: str) -> str:
+    """The file of an op's page, without suffix. A run may name what it likes an op, a path for one."""
+    return op if re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", op) and len(op) <= LONGEST_NAME else slug(op)
+
+
 def write_pages(matrix: Matrix, folder: Path, copier: Copier) -> Path:
     """Writes the pages and copies the evidence; returns the path of index.html."""
     (folder / "op").mkdir(parents=True, exist_ok=True)
     for op, cells in matrix.cells.items():
-        (folder / "op" / f"{op}.html").write_text(_op_page(matrix.runs, op, cells, copier), encoding="utf-8")
+        (folder / "op" / f"{page_name(op)}.html").write_text(_op_page(matrix.runs, op, cells, copier), encoding="utf-8")
     index = folder / "index.html"
     index.write_text(_index(matrix), encoding="utf-8")
     return index
@@ -155,10 +164,11 @@ def _module_rows(matrix: Matrix, module: str, ops: Sequence[str]) -> Html:
     rows = [tag("tr", tag("th", module, scope="rowgroup"), *heads, class_="module")]
     for op in ops:
         cells = matrix.cells[op]
+        link = tag("a", breakable(op.removeprefix(module + ".")), href=f"op/{page_name(op)}.html")
         rows.append(
             tag(
                 "tr",
-                tag("th", tag("a", breakable(op.removeprefix(module + ".")), href=f"op/{op}.html"), scope="row"),
+                tag("th", link, scope="row"),
                 *(_cell(cell, i) for i, cell in enumerate(cells)),
                 class_="op",
                 data_states=_words(c.state for c in cells),
@@ -178,7 +188,7 @@ def _cell(cell: Cell, column: int) -> Html:
             tag("b", cell.headline()),
             tag("small", subline) if subline else None,
             tag("small", ran_on, class_="domain") if ran_on else None,
-            href=f"op/{cell.op}.html#run-{column}",
+            href=f"op/{page_name(cell.op)}.html#run-{column}",
             title=cell.domain.text() or cell.why_missing or None,
         ),
         class_=f"cell s-{cell.state.value}",
