@@ -68,6 +68,10 @@ class OutOfDeviceMemory(Exception):
     """An allocation failed for want of memory; the engine reports `oom`."""
 
 
+class MemoryDamaged(Exception):
+    """An allocator that watches its blocks found one written outside; the engine reports `oob_write`."""
+
+
 class DeviceLost(Exception):
     """The device or its context is gone; the engine reports `crash` and calls `recover`."""
 

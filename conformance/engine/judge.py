@@ -93,6 +93,8 @@ def ended_badly(outcome: Outcome) -> Finding | None:
             return Finding("crash", phase, "signal", who + f"the device is lost: {a['lost']}")
         if "unusable" in a:
             return Finding("error", phase, None, who + a["unusable"])
+        if "damaged" in a:
+            return Finding("fail", phase, "oob_write", f"{who}the call wrote outside a block of memory: {a['damaged']}")
         if "unreadable" in a:
             return Finding("fail", phase, "contract", who + a["unreadable"])
         if "unrepresentable" in a:

@@ -25,6 +25,7 @@ from conformance.protocol import (
     DeviceLost,
     DTypeArg,
     Group,
+    MemoryDamaged,
     ModuleUnusable,
     OutOfDeviceMemory,
     TensorArg,
@@ -41,7 +42,7 @@ MOST_LEAVES = 1000
 LONGEST_TEXT = 10_000
 
 
-NO_REFUSAL = (OutOfDeviceMemory, MemoryError, DeviceLost, ModuleUnusable)
+NO_REFUSAL = (OutOfDeviceMemory, MemoryError, DeviceLost, MemoryDamaged, ModuleUnusable)
 """what a call raises that is no answer to a misuse"""
 
 
@@ -120,6 +121,8 @@ class Server:
             out = {"lost": said(e)}
         except ModuleUnusable as e:
             out = {"unusable": str(e)}
+        except MemoryDamaged as e:
+            out = {"damaged": said(e)}
         except Unreadable as e:
             out = {"unreadable": str(e)}
         except BaseException as e:
@@ -139,7 +142,8 @@ class Server:
         except BaseException as e:
             if "steps" in out:
                 out.pop("steps")
-                out |= {"exception": _described(e), "phase": "teardown"}
+                told = {"damaged": said(e)} if isinstance(e, MemoryDamaged) else {"exception": _described(e)}
+                out |= told | {"phase": "teardown"}
         self.phase("idle")
         return out
 
@@ -252,7 +256,7 @@ class _Run:
         """Structure and leaves of what a call returned. Raises Unreadable for what can't be looked at."""
         try:
             return self.flatten(value, names, leaves, self.held)
-        except (MemoryError, OutOfDeviceMemory, DeviceLost):
+        except NO_REFUSAL:
             raise
         except BaseException as e:
             msg = f"what was returned can't be read: {said(e)}"
