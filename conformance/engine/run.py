@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from conformance.engine import draw, misuse, relations
+from conformance.engine import draw, misuse, relations, tiles
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
 from conformance.engine.checks import CHECKS, Check, counted
 from conformance.engine.clock import monotonic
@@ -114,6 +114,8 @@ class _CaseRun:
         self.related = relations.relation_of(case) is not None
         self.compared = False
         """whether a relation had anything to compare yet"""
+        self.across: list[Problem] = []
+        """problems that cross the backend's own tiles, beside those that all backends share"""
         self.unwatched = False
         """whether memory that the callee allocated went unwatched"""
 
@@ -140,6 +142,9 @@ class _CaseRun:
             record.domain = {"kind": self.support.kind if not self.support.supported else "limit"}
             return
         self.attempts = Attempts(config.bench, case.op, self.clock, debug_malloc=self.check.debug_malloc)
+        if config.fixed is None:
+            self.across = [p for p in tiles.problems(case, self.support.tiles, config.seed)
+                           if not self.outside(p) and draw.work(case.op, p) <= config.effort.max_work]
         executed, skipped, outside = 0, 0, ""
         for problem in self.problems(first):
             if executed >= self.enough() or skipped >= MAX_UNSUPPORTED:
@@ -150,7 +155,7 @@ class _CaseRun:
             if outside or large:
                 skipped += 1
                 continue
-            last = executed + 1 == config.effort.examples_of(case.check)
+            last = executed + 1 == config.effort.examples_of(case.check) + len(self.across)
             attempt = self.attempt(problem, settle=self.check.settle_last and last)
             worst = self.worst(attempt)
             if worst is not None and worst.status == "unsupported":
@@ -180,7 +185,7 @@ class _CaseRun:
 
     def enough(self) -> int:
         """How many problems: more than asked for while none of them could have failed."""
-        n = self.config.effort.examples_of(self.case.check)
+        n = self.config.effort.examples_of(self.case.check) + len(self.across)
         vacuous = (self.must_be_able_to_fail() and not self.record.vacuity) or (self.related and not self.compared)
         return n * 4 if vacuous else n
 
@@ -198,7 +203,7 @@ class _CaseRun:
         if self.config.fixed is not None:
             return iter(self.config.fixed.get(self.case.id, []))
         later = (draw.chunk(self.drawn_case, self.config.seed, i) for i in range(1, 64))
-        return chain(draw.explicit(self.drawn_case, self.config.seed), first, chain.from_iterable(later))
+        return chain(self.across, draw.explicit(self.drawn_case, self.config.seed), first, chain.from_iterable(later))
 
     def attempt(self, problem: Problem, *, fresh: bool = False, settle: bool = False,
                 shrinking: bool = False) -> Attempt:

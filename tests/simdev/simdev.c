@@ -398,9 +398,9 @@ int sim_reset(sim_device *dev) {
     return standing(dev);
 }
 
-int sim_close(sim_device *dev) { /* the handle itself stays: a late launch may still name it */
+int sim_close(sim_device *dev) { /* the handle stays: a late launch may name it; so does the mapping, which holds the lock */
     pthread_mutex_lock(&dev->lock);
-    int code = close(dev->fd) ? SIM_E_SYSTEM : SIM_OK;
+    int code = flock(dev->fd, LOCK_UN) || close(dev->fd) ? SIM_E_SYSTEM : SIM_OK;
     dev->error = SIM_E_FAULT;
     pthread_mutex_unlock(&dev->lock);
     return code;
