@@ -30,10 +30,12 @@ TOPK_CALLER = TOPK.replace("callee", "caller")
 
 
 def without_torch(folder: Path) -> str:
-    """A PYTHONPATH on which simdev is found, and torch and tilelang raise ImportError."""
+    """A PYTHONPATH on which simdev is found, and importing torch or tilelang raises ImportError and leaves a file."""
     folder.mkdir(exist_ok=True)
     for name in ("torch", "tilelang"):
-        (folder / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')\n")
+        (folder / f"{name}.py").write_text(
+            f"import os, traceback\nwith open({str(folder / 'tried')!r}, 'a') as f:\n"
+            f"    traceback.print_stack(file=f)\nraise ImportError('{name} is not installed')\n")
     return os.pathsep.join((str(TESTS), str(folder)))
 
 

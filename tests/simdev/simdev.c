@@ -206,7 +206,11 @@ static int run_one(sim_device *dev, launch_t *l) {
     if (is(dev, "refuse")) return SIM_E_KERNEL;
     if (is(dev, "fault")) return dev->error = SIM_E_FAULT;
     if ((is(dev, "dies") && many && deep) || is(dev, "stays_lost")) return lose(dev), SIM_E_LOST;
-    if (is(dev, "hang") && many) for (lose(dev);; usleep(1000)) pass(dev, 0.25);
+    if (is(dev, "hang") && many) { /* other threads get their errors */
+        lose(dev);
+        pthread_mutex_unlock(&dev->lock);
+        for (;; usleep(1000)) pass(dev, 0.25);
+    }
     if (is(dev, "leak") && first) for (uint64_t n = SIM_MEMORY_BYTES, mem; n; give(dev, n, &mem) ? n /= 2 : 0);
     if (is(dev, "ignore_stride") && in->column_stride == 1) in->row_stride = inner;
     if (is(dev, "packed_output") && out->column_stride == 1) out->row_stride = columns;
