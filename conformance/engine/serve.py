@@ -256,7 +256,7 @@ class _Run:
         """Structure and leaves of what a call returned. Raises Unreadable for what can't be looked at."""
         try:
             return self.flatten(value, names, leaves, self.held)
-        except NO_REFUSAL:
+        except (MemoryError, OutOfDeviceMemory, DeviceLost, MemoryDamaged):
             raise
         except BaseException as e:
             msg = f"what was returned can't be read: {said(e)}"
