@@ -14,8 +14,9 @@ import pytest
 from conformance import backends, waivers
 from conformance.bench import THREAD_VARIABLES
 from conformance.collect import ROOT, UsageError, check_names, ops, ops_by_file
-from conformance.foreign import read_lines
+from conformance.foreign import BadLine, read_lines
 from conformance.journal import Journal, RunDirError, differing
+from conformance.model import Problem
 from conformance.options import check_usage
 from conformance.progress import Progress, bad_line
 from conformance.protocol import description_to_json
@@ -61,9 +62,9 @@ class Controller(Worker):
         if waiver_file:
             waivers.load(Path(waiver_file))
             waiver_text = Path(waiver_file).read_text()
-        planned = [c.id for c in self.legal()]
         # Whatever may be a mistake of the user's comes before the run directory is made.
         fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))
+        planned = [c.id for c in (*self.legal(), *self.unselected(claimed))]
         description = backends.describe(self.backend, self.options)
         if o("--collect-only"):
             self.journal = None
@@ -169,10 +170,14 @@ class Controller(Worker):
         """Every planned case: what stands in the directory, else why it has no record."""
         assert self.journal is not None
         found = self.journal.records()
-        for case in self.legal():
+        for record in found.values():
+            # What was ended before this run stands under its waivers, not under those of that day.
+            self.judge(record)
+        legal, claimed = self.legal(), self.handed["claimed"]
+        for i, case in enumerate((*legal, *self.unselected(claimed))):
             if case.id in found:
                 continue
-            status, message = "not_run", "the run ended before it"
+            status, message = "not_run", "the run ended before it" if i < len(legal) else "claimed, but not selected"
             if case.id in self.lost:
                 status, message = "error", f"the worker that ran it was lost: {self.lost[case.id]}"
             record = Record(case.id, case.op.module, case.op.name, dict(case.variant), case.check, self.level, status,
@@ -206,8 +211,17 @@ def _read_problems(run: str | None) -> dict[str, list[Any]] | None:
         msg = f"--problems={run}: no problems.jsonl there; name a run directory that was closed"
         raise UsageError(msg)
     out: dict[str, list[Any]] = {}
-    for row in read_lines(file, []):
-        out.setdefault(row["id"], []).append(row["problem"])
+    bad: list[BadLine] = []
+    for row in read_lines(file, bad):
+        case_id, problem = row.get("id"), row.get("problem")
+        try:
+            Problem.from_json(problem)
+        except (TypeError, KeyError, ValueError, AttributeError):
+            bad.append(BadLine(file.name, 0, f"what stands there for {case_id!r} is no problem"))
+        out.setdefault(str(case_id), []).append(problem)
+    if bad:
+        msg = f"--problems={run}: {bad_line(bad[0])}; {len(bad)} such lines, so the run can't be repeated exactly"
+        raise UsageError(msg)
     return out
 
 

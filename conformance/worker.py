@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,18 @@ class Run:
     def legal(self) -> list[Case]:
         """The cases that the options name, done or not."""
         k, n = self.shard
+        return self._named()[k - 1 :: n]
+
+    def unselected(self, claimed: Collection[str]) -> list[Case]:
+        """The cases that a claim of these ops is about and the options leave out; of a shard its part of them."""
+        if not claimed:
+            return []
+        k, n = self.shard
+        named = {c.id for c in self._named()}
+        left_out = [c for c in cases_at(self.level, ()) if c.op.name in claimed and c.id not in named]
+        return left_out[k - 1 :: n]
+
+    def _named(self) -> list[Case]:
         out = []
         for case in cases_at(self.level, self.modules):
             if self.modules and case.op.module not in self.modules:
@@ -50,7 +63,7 @@ class Run:
             if self.queries and not any(matches(q, case.id) for q in self.queries):
                 continue
             out.append(case)
-        return out[k - 1 :: n]
+        return out
 
     def selected(self) -> list[Case]:
         if self._selected is None:
@@ -104,14 +117,17 @@ class Worker(Run):
         self._log.now(case.id)
         record = run_case(case, config)
         record.worker, record.device = self.name, config.bench.launcher.device
-        expectation = waivers.apply(record, self.waivers, datetime.date.today())
-        record.expectation = expectation.value
-        if expectation.value != "none":
-            record.waiver = waivers.described(record.id, self.waivers)
-        required = case.op.name in self.handed["claimed"]
-        record.verdict = verdict_of(record.status, record.expectation, required=required).value
+        self.judge(record)
         self._log.result(record)
         return record
+
+    def judge(self, record: Record) -> None:
+        """The verdict under this run's waivers and claim, also of a record that stood there before."""
+        expectation = waivers.apply(record, self.waivers, datetime.date.today())
+        record.expectation = expectation.value
+        record.waiver = waivers.described(record.id, self.waivers) if expectation.value != "none" else None
+        required = record.op in self.handed["claimed"]
+        record.verdict = verdict_of(record.status, record.expectation, required=required).value
 
     def pytest_sessionfinish(self) -> None:
         if self._config is not None:
