@@ -94,3 +94,8 @@ def kept(value: Any, setter: Callable[[Any], None]) -> tuple[Callable[[], Any], 
         held[0] = new
 
     return lambda: held[0], write
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that are not None: None means that a call does not name them."""
+    return {name: value for name, value in arguments.items() if value is not None}

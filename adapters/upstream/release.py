@@ -96,4 +96,5 @@ def _documented(function: Any) -> tuple[str, ...] | None:
         else:
             names[-1] += c
     cut = [re.split(r"[:=]", n)[0].strip() for n in names]
-    return None if any(n.startswith("*") for n in cut) else tuple(n for n in cut if n and n != "self")
+    named = [n for n in cut if n not in ("", "self", "*", "/")]
+    return None if any(n.startswith("*") for n in named) else tuple(named)
