@@ -7,8 +7,8 @@ same status and reason: a shrink never slips from one bug to another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import hypothesis
@@ -38,6 +38,8 @@ class Shrinker:
     end: float
     deaths: Callable[[], int]
     tried: int = 0
+    fine: list[Problem] = field(default_factory=list)
+    """tried, and they don't show the bug"""
 
     def spent(self) -> bool:
         return monotonic() >= self.end or self.deaths() >= MAX_DEATHS
@@ -46,12 +48,13 @@ class Shrinker:
         """Whether this smaller problem shows the bug too; if so it becomes the best."""
         if self.spent():
             raise _Spent
-        if problem == self.best or not self.op.fits(problem):
+        if problem == self.best or problem in self.fine or not self.op.fits(problem):
             return False
         self.tried += 1
         if self.fails(problem):
             self.best = problem
             return True
+        self.fine.append(problem)
         return False
 
     def run(self) -> Problem:
@@ -86,16 +89,18 @@ class Shrinker:
                 yield replace(b, family=family)
 
     def _smaller(self, name: str) -> Iterator[Problem]:
-        """Candidates for one size: the least, the numbers that decide code paths, then halves."""
+        """Candidates for one size: the least, the numbers that decide code paths, halves, then by bisection."""
         b, size = self.best, self.op.sizes[name]
         now = b.sizes[name]
-        if isinstance(now, list):
-            for i, n in enumerate(now):
-                for smaller in _steps(size, n):
-                    yield replace(b, sizes={**b.sizes, name: [*now[:i], smaller, *now[i + 1:]]})
-        else:
-            for smaller in _steps(size, now):
-                yield replace(b, sizes={**b.sizes, name: smaller})
+        for i, n in enumerate(now) if isinstance(now, list) else ((None, now),):
+            def with_size(m: int, i: int | None = i) -> Problem:
+                return replace(b, sizes={**b.sizes, name: m if i is None else [*now[:i], m, *now[i + 1:]]})
+
+            for smaller in _steps(size, n, {m for m in self._tried(name, i) if with_size(m) in self.fine}):
+                yield with_size(smaller)
+
+    def _tried(self, name: str, i: int | None) -> set[int]:
+        return {p.sizes[name] if i is None else p.sizes[name][i] for p in self.fine}
 
     def _hypothesis(self) -> None:
         """A second run bounded by the first: Hypothesis can't be started from a given problem."""
@@ -141,22 +146,30 @@ def _weight(p: Problem) -> tuple[int, ...]:
     return (sum(flat), *flat)
 
 
-def _steps(size: Size, now: int) -> Iterator[int]:
+def _steps(size: Size, now: int, fine: Collection[int] = ()) -> Iterator[int]:
+    """Numbers below `now`, none of `fine`, which don't show the bug. Who asks for the next one says: nor did this.
+
+    What shows the bug may cost a device its life, so the border is found by halving what lies between.
+    """
     least = 0 if size.zero and now > 0 and size.lo == 0 else size.lo
     if size.step == 0:
-        yield from sorted(p for p in size.points if p < now)
+        yield from sorted(p for p in size.points if p < now and p not in fine)
         return
-    seen = {now}
+    seen = {now, *fine}
     halves, n = [], now
     while n > least:
         n = max(least, (n // 2) // size.step * size.step)
         halves.append(n)
         if n == least:
             break
-    for candidate in [least, *(p for p in size.points if p < now), *reversed(halves), now - size.step]:
+    for candidate in [least, *(p for p in size.points if p < now), *reversed(halves)]:
         if candidate not in seen and least <= candidate < now:
             seen.add(candidate)
             yield candidate
+    floor = max((n for n in seen if n < now), default=now)
+    while floor < (middle := (floor + now) // 2 // size.step * size.step) < now:
+        yield middle
+        floor = middle
 
 
 def _bounded(size: Size, now: int) -> st.SearchStrategy[int] | None:

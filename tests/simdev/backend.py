@@ -1,8 +1,9 @@
 """The plug-in of the simulated accelerator: what a backend on a bare C runtime looks like, without torch.
 
 `--backend=simdev.backend:SimDev`, with this folder's parent on PYTHONPATH. Options: `state` (folder in which the
-devices live, else one in the temporary folder), `defect` and `argument` (what goes wrong in the device, see
-`runtime.defects`), `slow` (how many times slower it is), `fork` (no: executors are started anew, not forked).
+devices live, else one in the temporary folder), `count` (how many devices there are, else 8), `defect` and `argument`
+(what goes wrong in the device, see `runtime.defects`), `slow` (how many times slower it is), `fork` (no: executors are
+started anew, not forked).
 """
 
 from __future__ import annotations
@@ -92,6 +93,10 @@ class SimDev(Backend):
     def describe(cls, options: Mapping[str, str]) -> Description:
         return Description(name="simdev", ops=OPS, requirements=ops.REQUIREMENTS, platform="simulator",
                            fork_after_import=options.get("fork", "yes") == "yes", versions={"simdev": "1"})
+
+    @classmethod
+    def devices(cls, options: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(map(str, range(int(options.get("count", runtime.DEVICES)))))
 
     def __init__(self, *, device: str, options: Mapping[str, str], group: Group | None) -> None:
         super().__init__(device=device, options=options, group=group)
@@ -200,8 +205,9 @@ class SimDev(Backend):
         return told == heard
 
     def recover(self, level: int) -> bool:
+        """Level 0 is a new process, which this one is: it helps unless the device itself is lost. Then a reset may."""
         try:
-            self.sim.call("reset")
+            self.sim.call("reset" if level else "status")
         except runtime.SimError:
             return False
         return self.alive()

@@ -85,7 +85,7 @@ static const defect_t DEFECTS[] = {
     {"once", "one launch in the life of the device has one wrong element", 0},
     {"refuse", "every launch gives SIM_E_KERNEL", 0},
     {"fault", "every launch gives SIM_E_FAULT", 0},
-    {"segfault", "a launch ends the process by SIGSEGV", 0},
+    {"segfault", "a launch of at least so many tiles, if that is more than one, and more than one of k, is a SIGSEGV", 1},
     {"hang", "a launch of at least so many tiles never ends, and the device is lost", 1},
     {"dies", "a launch of at least so many tiles along m (of columns), and more than one of k, loses the device", 2},
     {"stays_lost", "as dies, from one tile on, and resets do not help", 1},
@@ -202,7 +202,7 @@ static int run_one(sim_device *dev, launch_t *l) {
     int many = tiles >= dev->argument, deep = l->kind != GEMM || inner > TILE_K, first = dev->launches == 0;
     dev->launches++;
     dev->chip->launches++;
-    if (is(dev, "segfault")) raise(SIGSEGV);
+    if (is(dev, "segfault") && many && (deep || dev->argument == 1)) raise(SIGSEGV);
     if (is(dev, "refuse")) return SIM_E_KERNEL;
     if (is(dev, "fault")) return dev->error = SIM_E_FAULT;
     if ((is(dev, "dies") && many && deep) || is(dev, "stays_lost")) return lose(dev), SIM_E_LOST;
