@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from adapters.torch_timing import TorchTiming
 from conformance.protocol import FORMATS, STORAGE_BYTES, Backend, Group, OutOfDeviceMemory, TensorSpec, Unrepresentable
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def names() -> dict[torch.dtype, str]:
     return {getattr(t, name): name for name in STORAGE_BYTES if hasattr(t, name)}
 
 
-class TorchBackend(Backend):
+class TorchBackend(TorchTiming, Backend):
     """Inherit, set `device_type` and `adapters` (module to `package.module`), and write `describe`."""
 
     device_type = "cpu"

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from conformance.catalogue.load import MODULES, required_checks
-from conformance.engine.variants import cases_of
+from conformance.engine.variants import all_variants, cases_of
 from conformance.identity import unknown
 from conformance.model import CHECKS, Case, Op, Variant
+from conformance.speed import Speed, TimedCase, timed_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "cases" / "levels" / "core.json"
@@ -51,7 +52,7 @@ def ops(modules: Iterable[str] = ()) -> Iterator[Op]:
 @cache
 def full_cases(op: Op) -> tuple[Case, ...]:
     """Every case of an op; its class must be able to have each required check. Raises ValueError."""
-    wanted = [c for c, needed in required_checks(op.name).items() if needed is True]
+    wanted = [c for c, needed in required_checks(op.name).items() if needed is True and c != "timing"]
     cases = tuple(cases_of(op, wanted))
     missing = set(wanted) - {c.check for c in cases}
     if missing:
@@ -98,6 +99,32 @@ def cases_at(level: str, modules: Iterable[str] = ()) -> Iterator[Case]:
         yield case
 
 
+@cache
+def speeds(module: str) -> dict[str, Speed]:
+    """How the ops of a module are timed: `SPEEDS` of cases/<module>/speed.py, by op."""
+    if not (ROOT / "cases" / module / "speed.py").exists():
+        return {}
+    return {s.op: s for s in importlib.import_module(f"cases.{module}.speed").SPEEDS}
+
+
+@cache
+def timings_of(op: Op) -> tuple[TimedCase, ...]:
+    """The cases of the check `timing`, a workload each. Raises ValueError where the op's class asks for what isn't."""
+    speed = speeds(op.module).get(op.name)
+    if required_checks(op.name)["timing"] is not True:
+        return ()
+    if speed is None:
+        msg = f"{op.name}: its class requires timing; cases/{op.module}/speed.py has no row for it"
+        raise ValueError(msg)
+    return tuple(timed_cases(op, speed, all_variants(op)))
+
+
+def timing_cases(scale: str = "", modules: Iterable[str] = ()) -> Iterator[TimedCase]:
+    """The timed cases of a scale (`small` or `model`), or of both."""
+    for op in ops(modules):
+        yield from (c for c in timings_of(op) if c.workload is not None and scale in ("", c.workload.scale))
+
+
 def default_sizes(case: Case) -> tuple[dict[str, Any], ...]:
     """Each number that decides a code path once, the other sizes small."""
     if case.check not in ("values", "memory", "layout"):
@@ -112,8 +139,8 @@ def default_sizes(case: Case) -> tuple[dict[str, Any], ...]:
 
 def find_case(case_id: str, level: str = "full") -> Case:
     """The case of an id as a level has it, its explicit problems too. Raises UsageError with the nearest known one."""
-    every = {c.id: c for c in all_cases()}
-    if case_id in every:
+    every: dict[str, Case] = {c.id: c for c in (*all_cases(), *timing_cases())}
+    if case_id in every and every[case_id].check != "timing":
         every.update({c.id: c for c in cases_at(level, (every[case_id].op.module,)) if c.id == case_id})
     if case_id not in every:
         raise UsageError(unknown("case", case_id, every, limit=5))
@@ -128,4 +155,5 @@ def check_names(kind: str, given: Iterable[str], known: Iterable[str]) -> None:
             raise UsageError(unknown(kind, word, names))
 
 
-__all__ = ["CHECKS", "MODULES", "UsageError", "all_cases", "cases_at", "check_names", "find_case", "ops"]
+__all__ = ["CHECKS", "MODULES", "UsageError", "all_cases", "cases_at", "check_names", "find_case", "ops",
+           "timing_cases"]

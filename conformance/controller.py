@@ -29,7 +29,7 @@ from conformance.results import (
     exit_code,
     verdict_of,
 )
-from conformance.worker import Run, Worker
+from conformance.worker import Run, Worker, scale_of
 
 CASE_PROPERTY = "conformance"
 """user property of a test report that carries id, status and verdict of its case"""
@@ -45,7 +45,8 @@ class Controller(Worker):
         Run.__init__(self, config)
         o = config.getoption
         check_usage(level=self.level, modules=self.modules, checks=self.checks, queries=self.queries,
-                    inject=o("--inject"), examples=o("--examples"), resume=o("--resume"), run_dir=o("--run-dir"))
+                    inject=o("--inject"), examples=o("--examples"), resume=o("--resume"), run_dir=o("--run-dir"),
+                    timing=self.timing, workers=o("numprocesses", None) or 0)
         dist = o("dist", "no")
         if dist not in SURVIVING_DIST:
             msg = f"--dist={dist} does not survive a dead worker; use one of {', '.join(SURVIVING_DIST)}"
@@ -66,6 +67,8 @@ class Controller(Worker):
         fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))
         planned = [c.id for c in (*self.legal(), *self.unselected(claimed))]
         description = backends.describe(self.backend, self.options)
+        self.scale = scale_of(description_to_json(description))
+        planned = [c.id for c in self.legal()]
         if o("--collect-only"):
             self.journal = None
         else:

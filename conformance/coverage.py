@@ -8,7 +8,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from conformance.catalogue.load import MODULES, functions, required_checks
-from conformance.collect import full_cases, ops
+from conformance.collect import full_cases, ops, timings_of
 from conformance.model import CHECKS
 
 
@@ -33,7 +33,7 @@ def check_table() -> str:
     rows: list[list[str]] = []
     notes: dict[tuple[str, str], int] = {}
     for op in ops():
-        count = Counter(c.check for c in full_cases(op))
+        count = Counter(c.check for c in (*full_cases(op), *timings_of(op)))
         row = [op.name]
         for check in CHECKS:
             needed = required_checks(op.name)[check]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-CHECKS = ("values", "repeat", "invariance", "memory", "layout", "degenerate", "rejects", "laws")
+CHECKS = ("values", "repeat", "invariance", "memory", "layout", "degenerate", "rejects", "laws", "timing")
 """Every check kind, in the order a report shows them."""
 
 

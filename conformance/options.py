@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.catalogue.load import MODULES
-from conformance.collect import UsageError, all_cases, check_names
+from conformance.collect import UsageError, all_cases, check_names, timing_cases
 from conformance.engine.inject import FAULTS
 from conformance.engine.run import EFFORTS
 from conformance.identity import matches, nearest, unknown
@@ -20,6 +20,7 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--module", {"default": "", "help": "only these modules: a,b"}),
     ("--case", {"action": "append", "default": [], "metavar": "QUERY", "help": "an id, or any prefix of one with *"}),
     ("--check", {"default": "", "help": "only these checks: a,b"}),
+    ("--timing", {"action": "store_true", "help": "time calls instead: the check `timing`, one case at a time"}),
     ("--seed", {"type": int, "default": 0, "help": "seed of every draw (default 0)"}),
     ("--examples", {"type": int, "default": None, "help": "problems a case, instead of the level's number"}),
     ("--case-timeout", {"type": float, "default": 20.0, "metavar": "S", "help": "seconds a call may take"}),
@@ -64,20 +65,28 @@ def split(text: str) -> list[str]:
 
 
 def check_usage(*, level: str, modules: list[str], checks: list[str], queries: list[str], inject: str | None,
-                examples: int | None, resume: bool, run_dir: str | None) -> None:
+                examples: int | None, resume: bool, run_dir: str | None, timing: bool = False,
+                workers: int = 0) -> None:
     """Raises UsageError on the first name that does not exist, or option that makes no sense."""
     check_names("level", [level], EFFORTS)
     check_names("module", modules, MODULES)
     check_names("check", checks, CHECKS)
     if inject:
         check_names("fault", [inject], FAULTS)
+    if timing and workers > 1:
+        msg = f"--timing times one case at a time, with nothing else running; leave out -n {workers}"
+        raise UsageError(msg)
+    if not timing and "timing" in checks:
+        msg = "the check timing is a pass of its own: --timing"
+        raise UsageError(msg)
     if examples is not None and examples < 1:
         msg = f"--examples must be at least 1, got {examples}"
         raise UsageError(msg)
     if resume and not run_dir:
         msg = "--resume needs the --run-dir of the run to go on with"
         raise UsageError(msg)
-    ids = [c.id for c in all_cases(modules)] if queries else []
+    listed = timing_cases("", modules) if timing else all_cases(modules)
+    ids = [c.id for c in listed] if queries else []
     for q in queries:
         if not any(matches(q, i) for i in ids):
             start = q.removesuffix("*")

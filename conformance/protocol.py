@@ -6,7 +6,8 @@ against it without seeing an oracle, a declaration or the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -246,6 +247,9 @@ class Description:
     profile: Mapping[str, Any] = field(default_factory=dict)
     formats: Mapping[str, Any] = field(default_factory=dict)
     peaks: Mapping[str, Any] = field(default_factory=dict)
+    """what times are compared with: `chip`, an id of catalogue/peaks.toml; or a table of one's own, `tflops` by format,
+    `tb_s` and `source`; `sizes`: `small` for what is no silicon. Without any, the device's name is looked up, else the
+    rates measured in the run stand in for peaks."""
     processes_per_device: int = 1
     ranks: tuple[int, ...] = (1,)
     platform: str = "silicon"
@@ -275,6 +279,19 @@ class Report:
     versions: Mapping[str, str]
     devices: tuple[str, ...]
     modules: Mapping[str, str]
+
+
+CLOCKS = ("device_event", "profiler", "host")
+"""Who took a time: marks in the device's queue around the call, the kernels that a profiler saw, or the host around
+the call and `synchronize`."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What `Backend.time` measured: seconds, one a round, and the clock that took them."""
+
+    seconds: tuple[float, ...]
+    clock: str = "host"
 
 
 class Backend:
@@ -366,6 +383,41 @@ class Backend:
     def alive(self) -> bool:
         """Whether the device still answers; within 5 s, also after a failure."""
         raise NotImplementedError
+
+    def time(self, calls: Sequence[Callable[[], Any]], rounds: int, flush: Callable[[], None]) -> Samples:
+        """Time `rounds` single calls: round i is `flush()`, untimed, then `calls[i % len(calls)]()`.
+
+        Only the call and the work it started count, all of it, on whatever stream. What a backend has better than the
+        host's clock it may use; what it returns is checked against the host's clock and against the results.
+        """
+        seconds = []
+        for i in range(rounds):
+            flush()
+            self.synchronize()
+            begun = time.perf_counter()
+            result = calls[i % len(calls)]()
+            self.synchronize()
+            seconds.append(time.perf_counter() - begun)
+            del result
+        return Samples(tuple(seconds), "host")
+
+    def flush_caches(self, nbytes: int) -> None:
+        """Write so many bytes on the device that belong to nobody, so that caches hold nothing of a call before."""
+        if getattr(self, "_flushed", (0, None))[0] != nbytes:
+            self._flushed: tuple[int, Any] = nbytes, self.alloc(nbytes, 512)
+        step = memoryview(bytearray(min(nbytes, 1 << 22)))
+        for at in range(0, nbytes, len(step)):
+            self.write(self._flushed[1], at, step[: min(len(step), nbytes - at)])
+
+    def attainable(self) -> dict[str, float]:
+        """Rates that simple work reaches on this very device now: `bytes` (per second, a large copy, reads and writes
+        counted) and operations per second of a large matrix product by format (`bf16`, `fp8`, ...). Empty: unknown.
+        """
+        return {}
+
+    def device_name(self) -> str:
+        """What the driver calls the device, by which its published peaks are looked up; empty where nothing does."""
+        return ""
 
     def recover(self, level: int) -> bool:
         return False

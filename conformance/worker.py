@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from conformance import waivers
-from conformance.collect import cases_at
+from conformance.collect import cases_at, timing_cases
 from conformance.engine.attempt import Bench
 from conformance.engine.executor import ArenaPool, Launcher
 from conformance.engine.run import EFFORTS, Config, run_case
@@ -37,6 +37,9 @@ class Run:
         self.options = backend_options(o("--backend-option"))
         self.shard = shard_of(o("--shard"))
         self.done: frozenset[str] = frozenset()
+        self.timing: bool = o("--timing")
+        self.scale = "small"
+        """of timed workloads: what the backend's description asks for"""
         self._selected: list[Case] | None = None
 
     def legal(self) -> list[Case]:
@@ -46,7 +49,7 @@ class Run:
 
     def unselected(self, claimed: Collection[str]) -> list[Case]:
         """The cases that a claim of these ops is about and the options leave out; of a shard its part of them."""
-        if not claimed:
+        if not claimed or self.timing:
             return []
         k, n = self.shard
         named = {c.id for c in self._named()}
@@ -55,7 +58,8 @@ class Run:
 
     def _named(self) -> list[Case]:
         out = []
-        for case in cases_at(self.level, self.modules):
+        cases = timing_cases(self.scale, self.modules) if self.timing else cases_at(self.level, self.modules)
+        for case in cases:
             if self.modules and case.op.module not in self.modules:
                 continue
             if self.checks and case.check not in self.checks:
@@ -71,12 +75,19 @@ class Run:
         return self._selected
 
 
+def scale_of(description: Mapping[str, Any]) -> str:
+    """Which workloads a backend is timed on: those of models on silicon, unless its description says `small`."""
+    silicon = description["platform"] == "silicon"
+    return description["peaks"].get("sizes") or ("model" if silicon else "small")
+
+
 class Worker(Run):
     """Runs cases and writes records; with -n 0 the controller is its own worker."""
 
     def __init__(self, config: pytest.Config, handed: dict[str, Any]) -> None:
         super().__init__(config)
         self.done = frozenset(handed["done"])
+        self.scale = scale_of(handed["description"])
         if getattr(config, "workerinput", None):
             die_with_parent(handed["controller"])
         self.name = os.environ.get("PYTEST_XDIST_WORKER", "main")

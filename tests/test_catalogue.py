@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conformance.catalogue.load import MODULES, classes, functions, required_checks
-from conformance.collect import CORE, ROOT, all_cases, cases_at, core_rows, full_cases, ops
+from conformance.collect import CORE, ROOT, all_cases, cases_at, core_rows, full_cases, ops, timings_of
 from conformance.coverage import check_table, coverage_text, write_docs
 from conformance.engine.checks import CHECKS
 from conformance.engine.variants import all_variants, pairwise
@@ -29,7 +29,7 @@ def test_every_declared_op_stands_in_the_catalogue() -> None:
 
 def test_every_cell_is_executed_or_has_a_sentence() -> None:
     for op in ops():
-        made = {c.check for c in full_cases(op)}
+        made = {c.check for c in (*full_cases(op), *timings_of(op))}
         for check, needed in required_checks(op.name).items():
             right = check in made if needed is True else len(str(needed)) > 10 and check not in made
             assert right, (op.name, check)

@@ -35,6 +35,10 @@ class Bench:
     settle_s: float = 0.25
     inline: bool = False
     """run in this process: for debuggers"""
+    timing: Any = None
+    """how cases are timed; None for the usual"""
+    rates: Any = None
+    """peaks of the device, looked up and measured before the first timed case"""
 
 
 @dataclass

@@ -79,6 +79,7 @@ CHECKS: dict[str, Check] = {
         Check("degenerate", "empty and smallest sizes give right results"),
         Check("rejects", "misuse raises an exception, and a good call after it is right"),
         Check("laws", "relations between calls that must hold"),
+        Check("timing", "how long a call takes, by a clock that is checked; its results are right afterwards"),
     )
 }
 

@@ -21,8 +21,10 @@ from conformance.engine.layout import row_bytes_of
 from conformance.engine.limits import problem_limit, support_of, variant_limit
 from conformance.engine.patterns import pattern_of
 from conformance.engine.shrink import Shrinker
+from conformance.engine.timing import TimingRun
 from conformance.model import Case, Problem
 from conformance.results import Record
+from conformance.speed import TimedCase
 
 AFTER_THE_CALL = ("execute", "compare", "teardown")
 MAX_UNSUPPORTED = 256
@@ -86,7 +88,8 @@ def run_case(case: Case, config: Config) -> Record:
     record = Record(case.id, case.op.module, case.op.name, dict(case.variant), case.check, config.effort.level, "error",
                     seed=config.seed, backend=config.backend, started=time.time())
     clock = Clock()
-    runner = _CaseRun(case, config, record, clock)
+    runner = TimingRun(case, config.bench, config.seed, record, clock) if isinstance(case, TimedCase) else _CaseRun(
+        case, config, record, clock)
     try:
         runner.go()
     except BackendBroken as e:

@@ -77,6 +77,12 @@ class Server:
         command = request["cmd"]
         if command == "run":
             return self.run(request)
+        if command == "time":
+            from conformance.engine.timed import Timing
+
+            return self.run(request, Timing)
+        if command == "rates":
+            return {"rates": self.backend.attainable(), "name": self.backend.device_name(), "run_s": 0.0, "steps": [1]}
         if command == "alive":
             return {"alive": self.backend.alive()}
         if command == "doctor":
