@@ -23,6 +23,7 @@ from conformance.engine.limits import check_limits
 from conformance.identity import nearest, unknown
 from conformance.model import Op
 from conformance.protocol import PLATFORMS, Description, Support, description_from_json, unsupported
+from references.bounds.profile import mistakes as profile_mistakes
 
 ROOT = Path(__file__).resolve().parents[1]
 DESCRIBE_TIMEOUT_S = 120.0
@@ -51,6 +52,11 @@ def describe(name: str, options: Mapping[str, str]) -> Description:
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         msg = f"backend {name}: its description is malformed: {type(e).__name__}: {e}"
         raise BackendUnusable(msg) from e
+    wrong = profile_mistakes(description.profile)
+    if wrong:
+        # What is right hangs on it: an oracle that read another profile than was meant would judge by a wrong rule.
+        msg = f"backend {name}: {'; '.join(wrong[:3])}"
+        raise BackendUnusable(msg)
     return without_malformed(description)
 
 

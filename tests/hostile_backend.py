@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,8 @@ class Hostile(CpuBackend):
             os._exit(0)
         if mode == "describe_leaves_a_child" and not os.fork():
             time.sleep(600)
+        if mode in ("unknown_profile_key", "unknown_profile_value"):
+            return replace(d, profile={"nan_sentinal": "row"} if mode.endswith("key") else {"nan_sentinel": "all"})
         ops = dict(d.ops)
         if mode == "unknown_op":
             ops["deepselect.topkk"] = Support(True)

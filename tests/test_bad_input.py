@@ -84,6 +84,8 @@ def test_usage(i: int, answers: list[tuple[int, str]]) -> None:
     (HOSTILE, ["mode=only_unknown_ops"], {}, "deepselect.topkk: no op of the catalogue; did you mean deepselect.topk?"),
     (HOSTILE, ["mode=malformed_limit"], {}, "unknown limit 'at_most'; known: in, lt, le, ge, multiple_of"),
     (HOSTILE, ["mode=mistyped_limit"], {}, "`le` takes a number, got 'seven'"),
+    (HOSTILE, ["mode=unknown_profile_key"], {}, "profile nan_sentinal: no such key; known: accumulator"),
+    (HOSTILE, ["mode=unknown_profile_value"], {}, "profile nan_sentinel='all'; known: first, row"),
     (HOSTILE, ["mode=constructor_raises"], {}, "its constructor ended"),
 ], ids=lambda v: "")
 def test_nothing_left_to_run(backend: str, options: list[str], env: dict[str, str], said: str, tmp_path: Path) -> None:

@@ -519,9 +519,25 @@ def test_every_row_names_its_source():
 
 
 def test_profile():
-    full = profile.resolve({"p": "fp32", "own_key": 3})
+    full = profile.resolve({"p": "fp32", "requirements": {"input_row_bytes": 64}})
     assert full["p"] == "fp32"
-    assert full["own_key"] == 3
+    assert full["requirements"] == {"input_row_bytes": 64}
     assert full["accumulator"] == "fp32"
-    with pytest.raises(ValueError, match="profile subnormals='lost'"):
-        profile.resolve({"subnormals": "lost"})
+
+
+@pytest.mark.parametrize(("declared", "said"), [
+    ({"subnormals": "lost"}, "profile subnormals='lost'; known: keep"),
+    ({"own_key": 3}, "profile own_key: no such key"),
+    ({"kv_scale_clamp": 256}, "profile kv_scale_clamp=256; known: 0 to 255"),
+    ({"kv_scale_clamp": True}, "profile kv_scale_clamp=True"),
+    ({"hops": "bf16"}, "profile hops='bf16'; a list of formats"),
+    ({"hops": ["bf17"]}, "a list of formats"),
+])
+def test_a_profile_that_can_not_be_meant(declared, said):
+    with pytest.raises(ValueError, match=said):
+        profile.resolve(declared)
+
+
+def test_profiles_that_are_legal():
+    assert profile.mistakes({"hops": ["bf16"], "kv_scale_clamp": 224, "nan_sentinel": "row"}) == []
+    assert all(profile.mistakes({key: default}) == [] for key, (default, _) in profile.PROFILE.items())

@@ -45,7 +45,7 @@ def dispatch(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> di
     call = _Call(problem, inputs)
     expected: dict[Any, Expected] = {}
     for rank in range(call.routing.ranks):
-        rows = call.rows(rank, zero_foreign=profile.get("foreign_weights", "kept") == "zero")
+        rows = call.rows(rank, zero_foreign=resolve(profile)["foreign_weights"] == "zero")
         expected[tuple(rows.shapes())] = Joint(rows.shapes(), rows.check)
         received = call.routing.received[rank]
         stats = f"{call.prefix}cumulative_local_expert_recv_stats@{rank}"

@@ -9,6 +9,7 @@ import numpy as np
 
 from references.bounds.basic import dot, rounding
 from references.bounds.gemm import chunk_magnitude, tensor_core_14_bit
+from references.bounds.profile import resolve
 from references.deepgemm.accumulate import Sums, lowest_bit, products, within
 from references.expected import Array, Expected, Inputs, Problem, Within
 from references.formats import codec
@@ -65,7 +66,7 @@ def fp8_gemm_nt(problem: Problem, inputs: Inputs, profile: Profile) -> dict[Any,
     exactly = np.logical_and.outer(_powers_of_two(blocks_a), _powers_of_two(blocks_b))
     sums = products(scaled_a, scaled_b, profile, _family(problem)).scaled(exactly, 2 * blocks_a.shape[1] + 4)
     sums = sums.erring(_underflow((a, scaled_a, blocks_a), (b, scaled_b, blocks_b), exactly))
-    if profile.get("accumulator") == "fp8_tc14_promoted":
+    if resolve(profile)["accumulator"] == "fp8_tc14_promoted":
         sums = sums.erring(_narrow_chunks(scaled_a, scaled_b, sums.unit))
     return {"d": _finish(problem, inputs, profile, sums, _scales_overflow(blocks_a, blocks_b))}
 
@@ -108,7 +109,7 @@ def _finish(
     if alpha != 1:
         sums = sums.times(alpha)
     if problem.variant.c != "none":
-        if profile.get("c_added", "before_rounding") == "after_rounding":
+        if resolve(profile)["c_added"] == "after_rounding":
             sums = sums.erring(rounding(sums.finite, out, dot(sums.partials, sums.terms) + sums.extra))
         sums = sums.plus(np.broadcast_to(inputs.real("c" if "c" in inputs else "d"), sums.value.shape))
     return within(sums, out, profile, unspecified)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from references.bounds.profile import resolve
 from references.expected import Array, Expected, Inputs, Joint, Judgement, Problem
 from references.formats import codec
 
@@ -76,7 +77,7 @@ def topk(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> dict[A
     index_fill = int(values.get("idx_oob_fill_value", 2**31 - 1))
     value_fill = _fill_codes(float(values.get("value_oob_fill_value", "-inf")), variant["dtype"])
     abort = bool(values.get("abort_when_nan_found", False))
-    whole_row = profile.get("nan_sentinel", "first") == "row"
+    whole_row = resolve(profile)["nan_sentinel"] == "row"
     # `variant.values` would be the method of a mapping.
     names = ("values", "indices") if variant["values"] == "yes" else ("indices",)
     shapes = dict.fromkeys(names, (b, k))
@@ -121,7 +122,7 @@ def _rows(dtype: str, inputs: Inputs, k: int, *, has_end: bool, profile: Mapping
         nan &= ~behind
     has_nan = nan.any(axis=1, keepdims=True)
     is_long = end > k
-    checked = profile.get("nan_short_row", "unchecked") == "checked"
+    checked = resolve(profile)["nan_short_row"] == "checked"
     threshold = np.full((b, 1), lowest, key.dtype)
     if 0 < k < vocab and is_long.any():
         # Everything behind a row's end sorts below all else, so one rank serves all rows.

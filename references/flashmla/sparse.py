@@ -135,8 +135,9 @@ class _List:
         self._indices = inputs.codes(prefix + indices).astype(np.int64)
         b, _, self._topk = self._indices.shape
         self._lengths = _lengths(inputs, prefix + length, b, self._topk)
-        self._skips_negative = profile.get("invalid_index", "minus_one") == "negative"
-        self._clamp = int(profile.get("kv_scale_clamp", 255))
+        full = resolve(profile)
+        self._skips_negative = full["invalid_index"] == "negative"
+        self._clamp = int(full["kv_scale_clamp"])
 
     def rows(self, request: int, token: int) -> tuple[Array, int, bool]:
         """([n, 512] values of the entries that count, `_repeats` of them, whether the contract is silent on them)."""

@@ -144,7 +144,7 @@ def cast(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> dict[s
         return {"out": _to_integer(x, fmt, out)}
     overflow = None
     if out in ("e4m3", "e5m2"):
-        overflow = "nan" if out == "e4m3" and profile.get("e4m3_overflow") == "nan" else "saturate"
+        overflow = "nan" if out == "e4m3" and resolve(profile)["e4m3_overflow"] == "nan" else "saturate"
     with np.errstate(over="ignore", invalid="ignore"):
         # NumPy rounds an int64 to float32 directly, which float64 in between would not.
         single = (x if float_spec(fmt) is None else codec.decode(x, fmt)).astype(np.float32)
