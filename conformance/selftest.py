@@ -41,8 +41,8 @@ MOST_CASES = 60
 """cases tried for one fault, and for one correct variant"""
 INJECTED_ON = ("deepselect.topk", "deepgemm.bf16_gemm_nt", "flashmla.flash_mla_sparse_fwd")
 """ops on which the op-agnostic faults are planted: callee- and caller-allocated results"""
-NO_ROOM = {("write_before", "flashmla.flash_mla_sparse_fwd")}
-"""results that begin where their memory does: no byte in front of them can be reached through a backend"""
+NO_ROOM = {(fault, "flashmla.flash_mla_sparse_fwd") for fault in ("write_before", "write_behind")}
+"""results that fill their memory: no byte beside them can be reached through a backend"""
 
 
 @dataclass(frozen=True)
