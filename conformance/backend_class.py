@@ -9,6 +9,7 @@ from conformance.protocol import Backend
 
 BUILT_IN = {
     "cpu": "adapters.cpu.backend:CpuBackend",
+    "compiler": "adapters.compiler.backend:CompilerBackend",
     "nvidia": "adapters.nvidia.backend:NvidiaBackend",
     "ascend": "adapters.ascend.backend:AscendBackend",
 }

@@ -16,7 +16,7 @@ from conformance.bench import THREAD_VARIABLES
 from conformance.collect import ROOT, UsageError, check_names, ops, ops_by_file
 from conformance.foreign import BadLine, read_lines
 from conformance.journal import Journal, RunDirError, differing
-from conformance.model import Problem
+from conformance.model import COMPILER, Problem
 from conformance.options import check_usage
 from conformance.progress import Progress, bad_line
 from conformance.protocol import description_to_json
@@ -65,10 +65,13 @@ class Controller(Worker):
             waiver_text = Path(waiver_file).read_text()
         # Whatever may be a mistake of the user's comes before the run directory is made.
         fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))
-        planned = [c.id for c in (*self.legal(), *self.unselected(claimed))]
         description = backends.describe(self.backend, self.options)
         self.scale = scale_of(description_to_json(description))
-        planned = [c.id for c in self.legal()]
+        self.platform = description.platform
+        if claimed and self.platform == COMPILER:
+            msg = f"--claim={o('--claim')}: {self.backend} compiles and runs nothing, so there is nothing to claim"
+            raise UsageError(msg)
+        planned = [c.id for c in (*self.legal(), *self.unselected(claimed))]
         if o("--collect-only"):
             self.journal = None
         else:

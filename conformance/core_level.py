@@ -13,6 +13,7 @@ from typing import Any
 from conformance.collect import CORE, all_cases, default_sizes
 from conformance.engine.draw import values_of, work
 from conformance.engine.run import EFFORTS
+from conformance.engine.variants import in_core
 from conformance.model import Case, Problem
 
 MOST = 4
@@ -36,7 +37,7 @@ def rows() -> list[dict[str, Any]]:
     turn: dict[str, int] = {}
     out = []
     for case in all_cases():
-        if case.check != "rejects" and not case.op.core(case.variant):
+        if not in_core(case):
             continue
         row: dict[str, Any] = {"op": case.op.name, "variant": dict(case.variant), "check": case.check}
         usable = fitting(case)

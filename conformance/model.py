@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-CHECKS = ("values", "repeat", "invariance", "memory", "layout", "degenerate", "rejects", "laws", "timing")
+CHECKS = ("values", "repeat", "invariance", "memory", "layout", "degenerate", "rejects", "laws", "timing", "compile")
 """Every check kind, in the order a report shows them."""
+COMPILER = "compiler"
+"""the platform of backends that compile and run nothing: only the check `compile` is theirs, and no other backend's"""
 
 
 class Variant:
@@ -381,6 +383,8 @@ class Op:
     """variants that the core level has; the others wait for the full one"""
     values_only: VariantFn = lambda v: False
     """variants that no check but `values` takes: what sets them apart (data, a function) can't matter to others"""
+    compile_key: tuple[str, ...] = ()
+    """variant keys that a compiled program is special to; each combination is a case of the check `compile`"""
     settings: tuple[Value, ...] = ()
     """process-wide settings of the module under which the call is made; a problem's `values` name them"""
 

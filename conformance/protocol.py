@@ -294,6 +294,21 @@ class Samples:
     clock: str = "host"
 
 
+@dataclass(frozen=True)
+class Artefact:
+    """What a compiler made of one program, without a device.
+
+    kind: `cubin`, `text`, or what else the target's last step makes. content: all of its bytes, not packed, in which
+    the entry that was asked for stands by name. log: what the compiler said. uses: names of the tensor arguments
+    that the code reads or writes; None where the backend can't tell, which leaves the case `mistrusted`.
+    """
+
+    kind: str
+    content: bytes
+    log: str = ""
+    uses: tuple[str, ...] | None = None
+
+
 class Backend:
     """Runs ops on one device. Lives in the executor only.
 
@@ -371,6 +386,15 @@ class Backend:
 
     def compile(self, op: str, kwargs: dict[str, Any]) -> None:
         """Build what the call needs, so that `run` compiles nothing; has its own time limit and phase."""
+
+    def compile_static(self, op: str, args: Mapping[str, Any], entry: str) -> Artefact:
+        """Compile the program of one op for this backend's target; needs no device and runs nothing.
+
+        args: the arguments by their public names, a TensorSpec for a tensor, a dtype by its storage name, any other
+        value as it is. entry: name that the compiled function must have; it is new in each call, so that a
+        stale artefact of a cache shows. Any exception is the compiler's refusal. Platform `compiler` only.
+        """
+        raise NotImplementedError
 
     @classmethod
     def preload(cls, module: str) -> None:

@@ -101,6 +101,8 @@ class Record:
     vacuity: float | None = None
     """share of elements that the results of other data would have failed; 0 where nothing could fail"""
     perf: dict[str, Any] | None = None
+    artefact: dict[str, Any] | None = None
+    """of the check `compile`: kind, nbytes, sha256, uses, log"""
     waiver: dict[str, Any] | None = None
     """reason, issue and expiry of the waiver that was applied"""
     lineage: list[str] = field(default_factory=list)

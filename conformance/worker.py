@@ -14,6 +14,7 @@ import pytest
 from conformance import waivers
 from conformance.collect import cases_at, timing_cases
 from conformance.engine.attempt import Bench
+from conformance.engine.compiled import refusal
 from conformance.engine.executor import ArenaPool, Launcher
 from conformance.engine.run import EFFORTS, Config, run_case
 from conformance.engine.wire import die_with_parent
@@ -41,6 +42,7 @@ class Run:
         self.scale = "small"
         """of timed workloads: what the backend's description asks for"""
         self._selected: list[Case] | None = None
+        self.platform = "silicon"
 
     def legal(self) -> list[Case]:
         """The cases that the options name, done or not."""
@@ -53,7 +55,8 @@ class Run:
             return []
         k, n = self.shard
         named = {c.id for c in self._named()}
-        left_out = [c for c in cases_at(self.level, ()) if c.op.name in claimed and c.id not in named]
+        left_out = [c for c in cases_at(self.level, ()) if c.op.name in claimed and c.id not in named
+                    and not refusal(c.check, self.platform)]
         return left_out[k - 1 :: n]
 
     def _named(self) -> list[Case]:
@@ -64,7 +67,11 @@ class Run:
                 continue
             if self.checks and case.check not in self.checks:
                 continue
-            if self.queries and not any(matches(q, case.id) for q in self.queries):
+            named = [q for q in self.queries if matches(q, case.id)]
+            if self.queries and not named:
+                continue
+            # What can't apply to a backend of this kind is left out, unless it is asked for by its check.
+            if refusal(case.check, self.platform) and not self.checks and not any(f"/{case.check}" in q for q in named):
                 continue
             out.append(case)
         return out
@@ -88,6 +95,7 @@ class Worker(Run):
         super().__init__(config)
         self.done = frozenset(handed["done"])
         self.scale = scale_of(handed["description"])
+        self.platform = handed["description"]["platform"]
         if getattr(config, "workerinput", None):
             die_with_parent(handed["controller"])
         self.name = os.environ.get("PYTEST_XDIST_WORKER", "main")
@@ -137,7 +145,7 @@ class Worker(Run):
         expectation = waivers.apply(record, self.waivers, datetime.date.today())
         record.expectation = expectation.value
         record.waiver = waivers.described(record.id, self.waivers) if expectation.value != "none" else None
-        required = record.op in self.handed["claimed"]
+        required = record.op in self.handed["claimed"] and not refusal(record.check, self.platform)
         record.verdict = verdict_of(record.status, record.expectation, required=required).value
 
     def pytest_sessionfinish(self) -> None:

@@ -13,6 +13,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from conformance.model import COMPILER
 from conformance.protocol import FORMATS, Support
 from conformance.results import Expectation, Record, Status, Verdict, error_over_bound, verdict_of
 from reports.load import LoadedRun, known_ops, module_of, op_of
@@ -28,7 +29,8 @@ class State(str, Enum):
     WAIVED = "waived"
     NOT_RUN = "not_run"
     PARTIAL = "partial"
-    """all that ran conforms, but something is unsupported, was not run, or lies outside declared limits"""
+    """all that ran conforms, but something is unsupported, was not run, lies outside declared limits, or was only
+    compiled"""
     CONFORMING = "conforming"
     NOT_YET = "not_yet"
 
@@ -141,13 +143,17 @@ def executed(record: Record) -> bool:
 
 @dataclass(frozen=True)
 class Cell:
-    """One op on one backend. `total` counts the cases that any run of the report knows for the op."""
+    """One op on one backend. `total` counts the cases that any run of the report knows for the op on such a platform.
+
+    compiled: the backend compiles and runs nothing, so that all its passes say little.
+    """
 
     op: str
     records: tuple[Record, ...]
     total: int
     support: Support | None
     required: bool
+    compiled: bool = False
 
     @cached_property
     def domain(self) -> Domain:
@@ -174,7 +180,8 @@ class Cell:
         passing = seen & {State.PARTIAL, State.CONFORMING}
         bad = seen & {State.NONCONFORMING, State.MISSING, State.INCONCLUSIVE, State.WAIVED}
         if passing and not bad:
-            whole = seen == {State.CONFORMING} and len(self.records) >= self.total and not self.domain.limits
+            whole = (seen == {State.CONFORMING} and len(self.records) >= self.total and not self.domain.limits
+                     and not self.compiled)
             return State.CONFORMING if whole else State.PARTIAL
         return State.MISSING if self.required and seen == {State.NOT_YET} else worst(seen)
 
@@ -229,7 +236,8 @@ class Cell:
 
     def subline(self) -> str:
         """The qualification under it: reasons, what is missing, and declared limits."""
-        parts = [f"{n} {reason}" for reason, n in self.reasons.items()][:3]
+        parts = ["compiled, not run"] if self.compiled and self.passed else []
+        parts += [f"{n} {reason}" for reason, n in self.reasons.items()][:3]
         for status, word in (("unsupported", "not yet"), ("not_run", "not run"), ("skipped", "skipped")):
             if self.counts.get(status) and self.state not in (State.NOT_YET, State.NOT_RUN, State.MISSING):
                 parts.append(f"{self.counts[status]} {word}")
@@ -272,24 +280,26 @@ class Matrix:
 def fold(runs: Sequence[LoadedRun], surface: Iterable[str] = ()) -> Matrix:
     """The matrix of these runs. `surface`: the public ops; those that no run knows get a grey row."""
     by_run: list[dict[str, list[Record]]] = []
-    cases: dict[str, set[str]] = {}
-    for run in runs:
+    cases: dict[tuple[str, bool], set[str]] = {}
+    compiles = [run.info.platform == COMPILER for run in runs]
+    for run, only in zip(runs, compiles, strict=True):
         grouped: dict[str, list[Record]] = {}
         for record in run.records:
             op = op_of(record)
             grouped.setdefault(op, []).append(record)
-            cases.setdefault(op, set()).add(record.id)
+            cases.setdefault((op, only), set()).add(record.id)
         by_run.append(grouped)
     cells = {
         op: tuple(
             Cell(
                 op,
                 tuple(grouped.get(op, ())),
-                len(cases.get(op, ())),
+                len(cases.get((op, only), ())),
                 run.info.support(op),
                 run.info.claim is not None and run.info.claim.requires(op),
+                only,
             )
-            for run, grouped in zip(runs, by_run, strict=True)
+            for run, grouped, only in zip(runs, by_run, compiles, strict=True)
         )
         for op in known_ops(surface, runs)
     }
@@ -343,6 +353,12 @@ def run_headline(run: LoadedRun, cells: Sequence[Cell]) -> Headline:
     if run.edited:
         state = state if state is State.NONCONFORMING else State.INCONCLUSIVE
         detail = ", ".join(filter(None, ("edited since it was closed", detail)))
+    if run.info.platform == COMPILER:
+        mine = [c for c in inside if c.records]
+        compiled = sum(c.state in (State.CONFORMING, State.PARTIAL) for c in mine)
+        others = tally(Counter(c.state for c in mine), (s for s in State if s not in (State.PARTIAL, State.CONFORMING)))
+        told = ", ".join(filter(None, ("edited since it was closed" if run.edited else "", others)))
+        return Headline(state, f"compiled only: {compiled} of {len(mine)} ops that have programs", told)
     if not claim:
         return Headline(state, f"partial: {good} of {len(inside)} ops conforming", detail)
     word = {State.NONCONFORMING: "nonconforming", State.INCONCLUSIVE: "inconclusive"}.get(state, "conforming")

@@ -98,6 +98,8 @@ def _record(
             else None,
         ),
         *(tag("p", note, class_="note") for note in evidence.notes),
+        _section("what the compiler said", tag("pre", str(record.artefact["log"]))
+                 if isinstance(record.artefact, dict) and record.artefact.get("log") else None),
         _section("replay", tag("pre", shlex.join(map(str, record.replay))) if record.replay else None, copy=True),
         _facts(record),
     )
@@ -144,6 +146,13 @@ def _numerics(numerics: Mapping[str, Any]) -> Html | None:
     return tag("div", tag("table", head, *body), class_="numbers")
 
 
+def _artefact(a: Mapping[str, Any] | None) -> str:
+    """`cubin, 11368 bytes, sha256 ...` of what a compiler made."""
+    if not isinstance(a, dict):
+        return ""
+    return f"{a.get('kind', '?')}, {a.get('nbytes', '?')} bytes, sha256 {a.get('sha256', '?')}"
+
+
 def _facts(record: Record) -> Html:
     domain = domain_of((record,), None)
     spent = {k: v for k, v in record.duration_s.items() if isinstance(v, (int, float)) and v >= 0.0005}
@@ -152,6 +161,7 @@ def _facts(record: Record) -> Html:
         "domain": domain.text(),
         "data": ", ".join(domain.families),
         "time": ", ".join(f"{k} {v:.3g} s" for k, v in spent.items()),
+        "artefact": _artefact(record.artefact),
         "vacuity": "" if record.vacuity is None else f"{record.vacuity:.3g}",
         "seed": record.seed or "",
         "attempt": record.attempt if record.attempt > 1 else "",

@@ -53,6 +53,7 @@ GEMM = Op(
           Value("init", From("init"))),
     families=GEMM_FAMILIES,
     oracle=gemm.gemm,
+    compile_key=("dtype", "out", "transpose_a", "transpose_b", "init"),
     cost=lambda p: Cost(flops=2 * p.m * p.n * p.k, bytes=_bytes(p)),
     core=lambda v: (v.dtype, v.out, v.transpose_a, v.transpose_b, v.init) in CORE,
     sample=dict(m=20, n=24, k=40),

@@ -51,6 +51,7 @@ REDUCE = Op(
           Value("kind", From("kind")), Value("dim", lambda v: int(v.dim)), Value("clear", lambda v: v.clear == "yes")),
     families=(*FAMILIES, "cancellation", "ascending", "descending", "tail_max"),
     oracle=reduce.reduce,
+    compile_key=("kind", "dtype", "dim", "clear"),
     cost=lambda p: Cost(flops=p.m * p.n, bytes=p.m * p.n * FORMATS[p.variant.dtype].itemsize_bytes),
     core=_core,
     values_only=differs_by_data,

@@ -80,6 +80,7 @@ CHECKS: dict[str, Check] = {
         Check("rejects", "misuse raises an exception, and a good call after it is right"),
         Check("laws", "relations between calls that must hold"),
         Check("timing", "how long a call takes, by a clock that is checked; its results are right afterwards"),
+        Check("compile", "the program compiles for the backend's target: no device, and no result"),
     )
 }
 

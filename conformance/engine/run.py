@@ -14,6 +14,7 @@ from conformance.engine import draw, misuse, relations, tiles
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
 from conformance.engine.checks import CHECKS, Check, counted
 from conformance.engine.clock import monotonic
+from conformance.engine.compiled import refusal, run_compile
 from conformance.engine.executor import BackendBroken
 from conformance.engine.judge import Finding, rejected_share
 from conformance.engine.keep import keep
@@ -128,6 +129,10 @@ class _CaseRun:
 
     def go(self) -> None:
         case, config, record = self.case, self.config, self.record
+        apart = refusal(case.check, config.bench.description.platform)
+        if apart or case.check == "compile":
+            self.compile_only(apart)
+            return
         with self.clock.timed("draw"):
             if case.check == "rejects":
                 first = [misuse.problem_of(case, config.seed)]
@@ -179,6 +184,20 @@ class _CaseRun:
             record.message = outside or "no drawn problem is small enough for this level"
         elif record.status == "error" and not record.message:
             self.passed()
+
+    def compile_only(self, apart: str) -> None:
+        """The check `compile`, or why a check does not apply to this platform."""
+        case, config, record = self.case, self.config, self.record
+        reason = apart or (self.support.reason if not self.support.supported
+                           else variant_limit(self.support, case.variant))
+        if reason:
+            record.status, record.message = "unsupported", reason
+            kind = "by_design" if apart else "limit" if self.support.supported else self.support.kind
+            record.domain = {"kind": kind}
+            return
+        self.attempts = Attempts(config.bench, case.op, self.clock)
+        record.domain = {"limits": [dict(r) for r in self.support.limits]}
+        run_compile(case, record, self.attempts, config.seed, config.run_dir, self.clock, confirm=config.confirm)
 
     def outside(self, problem: Problem) -> str:
         """Which of the backend's limits the problem is outside of, or an empty string."""

@@ -35,6 +35,23 @@ def _pairs(v: Variant) -> set[Any]:
     return set(combinations(items, 2)) if len(items) > 1 else {(i,) for i in items}
 
 
+@cache
+def programs(op: Op) -> tuple[Variant, ...]:
+    """The keys of each program that the op's variants compile to; of an op without a compile key none."""
+    every = (Variant({k: v[k] for k in op.compile_key}) for v in all_variants(op)) if op.compile_key else ()
+    return tuple(dict.fromkeys(every))
+
+
+def in_core(case: Case) -> bool:
+    """Whether the core level has the case: a program belongs to it with any variant that does."""
+    op, keys = case.op, dict(case.variant)
+    if case.check == "rejects":
+        return True
+    if case.check == "compile":
+        return any(op.core(v) for v in all_variants(op) if all(v[k] == x for k, x in keys.items()))
+    return op.core(case.variant)
+
+
 def matching(op: Op, keys: Mapping[str, str]) -> Variant:
     """The first legal variant with these key values. Raises ValueError where there is none."""
     for v in all_variants(op):
@@ -56,6 +73,8 @@ def cases_of(op: Op, checks: Iterable[str]) -> Iterator[Case]:
             key, relations = ("promise", op.promises) if check == "invariance" else ("law", op.laws)
             for r in relations:
                 yield from (Case(op, Variant({key: r.name, **v}), check) for v in pairwise(op) if r.when(v))
+        elif check == "compile":
+            yield from (Case(op, v, check) for v in programs(op))
         else:
             for v in all_variants(op) if check == "values" else pairwise(op):
                 yield Case(op, v, check)

@@ -71,11 +71,18 @@ def family_of(function: str) -> str:
     raise ValueError(msg)
 
 
-def _picked(table: Mapping[str, Function], missing: frozenset[str], which: Any, dtype: str, *args: Any) -> Any:
-    """table[which](*args) as an expression; a function the target lacks stays out."""
+def picked(table: Mapping[str, Function], missing: frozenset[str], which: Any, dtype: str, *args: Any,
+           only: tuple[str, ...] | None = None) -> Any:
+    """table[which](*args) as an expression; a function the target lacks stays out, and so do all but `only`.
+
+    Raises NotImplementedError where `only` names what the target lacks: the first argument would come back.
+    """
     result = args[0]
+    if missing.intersection(only or ()):
+        msg = f"this target has no {', '.join(missing.intersection(only or ()))}"
+        raise NotImplementedError(msg)
     for number, (name, function) in enumerate(table.items()):
-        if name not in missing:
+        if name not in missing and (only is None or name in only):
             result = T.if_then_else(which == number, T.cast(function(*args), dtype), result)
     return result
 
@@ -89,8 +96,9 @@ def unary(
     replaced: tuple[tuple[str, str], ...] = (),
     through: str | None = None,
     drop_tail: bool = False,
+    only: tuple[str, ...] | None = None,
 ) -> Any:
-    """out[i] = f(x[i]); f is number `which` of the family. x [n], out [n], which int32.
+    """out[i] = f(x[i]); f is number `which` of the family, or of `only` some of it. x [n], out [n], which int32.
 
     Faults: replaced names functions computed by another; through rounds x to that dtype first;
     drop_tail leaves out the partial tile.
@@ -105,15 +113,21 @@ def unary(
             for i in target.loop(tile):
                 if b * tile + i < n:
                     value = x[b * tile + i] if through is None else T.cast(T.cast(x[b * tile + i], through), dtype)
-                    out[b * tile + i] = _picked(table, target.missing, which, dtype, value)
+                    out[b * tile + i] = picked(table, target.missing, which, dtype, value, only=only)
 
     return unary
 
 
 def binary(
-    target: Target, *, dtype: str, tile: int, replaced: tuple[tuple[str, str], ...] = (), drop_tail: bool = False
+    target: Target,
+    *,
+    dtype: str,
+    tile: int,
+    replaced: tuple[tuple[str, str], ...] = (),
+    drop_tail: bool = False,
+    only: tuple[str, ...] | None = None,
 ) -> Any:
-    """out[i] = f(a[i], b[i]); f is number `which` of operators(dtype). All [n]; faults as in unary."""
+    """out[i] = f(a[i], b[i]); f is number `which` of operators(dtype). All [n]; faults and `only` as in unary."""
     n = T.dynamic("n")
     known = operators(dtype)
     table = {name: known[dict(replaced).get(name, name)] for name in known}
@@ -125,15 +139,15 @@ def binary(
             for i in target.loop(tile):
                 if block * tile + i < n:
                     at = block * tile + i
-                    out[at] = _picked(table, target.missing, which, dtype, a[at], b[at])
+                    out[at] = picked(table, target.missing, which, dtype, a[at], b[at], only=only)
 
     return binary
 
 
-def clamp(target: Target, *, dtype: str, tile: int, swap: bool = False) -> Any:
+def clamp(target: Target, *, dtype: str, tile: int, swap: bool = False, bare: bool = False) -> Any:
     """out[i] = x[i] held in [low, high] by T.clamp; NaN stays NaN, and high counts where low > high.
 
-    x [n], out [n]; low and high are run-time numbers. swap=True is a fault: the bounds change places.
+    x [n], out [n]; low and high are run-time numbers. Faults: swap, the bounds change places; bare, without T.clamp.
     """
     n = T.dynamic("n")
 
@@ -143,7 +157,9 @@ def clamp(target: Target, *, dtype: str, tile: int, swap: bool = False) -> Any:
             for i in target.loop(tile):
                 if b * tile + i < n:
                     first, second = (high, low) if swap else (low, high)
-                    out[b * tile + i] = T.clamp(x[b * tile + i], T.cast(first, dtype), T.cast(second, dtype))
+                    value = x[b * tile + i]
+                    bounds = T.cast(first, dtype), T.cast(second, dtype)
+                    out[b * tile + i] = value if bare else T.clamp(value, *bounds)
 
     return clamp
 

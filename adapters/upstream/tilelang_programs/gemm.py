@@ -24,6 +24,7 @@ def gemm(
     k_dropped: int = 0,
     drop_tail: bool = False,
     flag_b: bool | None = None,
+    bare: bool = False,
 ) -> Any:
     """c (+)= op(a) @ op(b); op is the transposition where its flag is set.
 
@@ -31,7 +32,7 @@ def gemm(
     The running sum is acc_dtype, rounded once to out_dtype. init says what it starts from:
     `clear` (T.clear), `clear_accum` (T.gemm's flag, as an expression), `c` (the values of c).
     Faults: k_dropped tiles and drop_tail (the partial tile) are left out at the end of k;
-    flag_b overrides the flag T.gemm is told (needs tile_k == tile_n).
+    flag_b overrides the flag T.gemm is told (needs tile_k == tile_n); bare has no T.gemm.
     """
     m, n, k = (T.dynamic(s) for s in "mnk")
     a_shape, b_shape = ((k, m) if transpose_a else (m, k)), ((n, k) if transpose_b else (k, n))
@@ -54,7 +55,9 @@ def gemm(
                 ko = k_tiles - 1 - step if k_reverse else step
                 T.copy(a[ko * tile_k, bm * tile_m] if transpose_a else a[bm * tile_m, ko * tile_k], at)
                 T.copy(b[bn * tile_n, ko * tile_k] if transpose_b else b[ko * tile_k, bn * tile_n], bt)
-                if init == "clear_accum":
+                if bare:
+                    pass
+                elif init == "clear_accum":
                     T.gemm(at, bt, acc, transpose_A=transpose_a, transpose_B=gemm_b, clear_accum=step == 0)
                 else:
                     T.gemm(at, bt, acc, transpose_A=transpose_a, transpose_B=gemm_b)

@@ -53,10 +53,12 @@ def copy_unguarded(target: Target, *, dtype: str, tile_m: int, tile_n: int) -> A
     return copy_unguarded
 
 
-def transpose(target: Target, *, dtype: str, tile_m: int, tile_n: int, swap_blocks: bool = True) -> Any:
+def transpose(
+    target: Target, *, dtype: str, tile_m: int, tile_n: int, swap_blocks: bool = True, bare: bool = False
+) -> Any:
     """out[j,i] = x[i,j] by T.transpose on tiles. x [m, n], out [n, m]; the callee allocates out.
 
-    swap_blocks=False is a fault: tiles are transposed, their places are not.
+    Faults: swap_blocks=False, tiles are transposed, their places are not; bare, without T.transpose.
     """
     m, n = T.dynamic("m"), T.dynamic("n")
 
@@ -66,7 +68,8 @@ def transpose(target: Target, *, dtype: str, tile_m: int, tile_n: int, swap_bloc
             tile = target.operand((tile_m, tile_n), dtype)
             turned = target.operand((tile_n, tile_m), dtype)
             T.copy(x[bm * tile_m, bn * tile_n], tile)
-            T.transpose(tile, turned)
+            if not bare:
+                T.transpose(tile, turned)
             if swap_blocks:
                 T.copy(turned, out[bn * tile_n, bm * tile_m])
             else:

@@ -42,6 +42,7 @@ def reduce(
     pad_zero: bool = False,
     drop_last: bool = False,
     drop_tail: bool = False,
+    bare: bool = False,
 ) -> Any:
     """out = reduction of x along dim; clear=False combines with the values already in out.
 
@@ -50,7 +51,7 @@ def reduce(
     What a tile reads outside x is the identity, by T.annotate_safe_value.
     Faults: init=False starts from out although clear is set; seed=False ignores out although
     it is not; pad_zero pads with 0; drop_last leaves out the last element along dim; drop_tail
-    the partial tile.
+    the partial tile; bare has no T.reduce.
     """
     m, n = T.dynamic("m"), T.dynamic("n")
     kept, extent = (n, m) if dim == 0 else (m, n)
@@ -68,7 +69,8 @@ def reduce(
                 if step * tile_extent + (i if dim == 0 else j) == extent - 1:
                     staged[i, j] = identity(kind, dtype)
         T.copy(staged, tile)
-        reducer(tile, acc, dim=dim, clear=first)
+        if not bare:
+            reducer(tile, acc, dim=dim, clear=first)
 
     @T.prim_func
     def reduce(x: T.Tensor((m, n), dtype), out: T.Tensor((kept,), dtype)):
