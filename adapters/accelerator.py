@@ -7,6 +7,7 @@ Everything that needs the device is a method or an attribute of its own, so that
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import threading
@@ -21,8 +22,8 @@ from conformance.protocol import Description, DeviceLost, Group, ModuleUnusable,
 
 ALIVE_LIMIT_S = 4.0
 """the engine wants an answer within 5 s"""
-POISONED_BLOCKS = ((1 << 10, 64), (64 << 10, 16), (1 << 20, 8), (16 << 20, 4))
-"""(bytes, number) of the blocks that are filled and given back, so that what a callee allocates next is one of them"""
+POISONED_BLOCKS = (*[16 << 20] * 4, *[1 << 20] * 8, *[64 << 10] * 16, *[1 << 10] * 64)
+"""bytes of blocks that are filled and given back beside those of the pool: a callee need not ask for new ones"""
 MODULES = ("tilelang", "deepgemm", "deepep", "tilekernels", "flashmla", "deepselect")
 
 
@@ -76,23 +77,7 @@ class AcceleratorBackend(TorchBackend):
         In a group the devices of the peers stay visible, since direct transfers between devices need them.
         """
         if self.mask_variable and self.group is None:
-            os.environ[self.mask_variable] = self.masked(os.environ.get(self.mask_variable), self.device)
-        if self.group is not None:
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-
-    @staticmethod
-    def masked(before: str | None, device: str) -> str:
-        """The mask that leaves device number `device`, counted among those that a mask from outside leaves.
-
-        Raises ValueError where that one leaves fewer.
-        """
-        if not before or not device.isdigit():
-            return device
-        listed = [d.strip() for d in before.split(",") if d.strip()]
-        if int(device) >= len(listed):
-            msg = f"device {device} is asked for, but the environment leaves {len(listed)} devices ({before})"
-            raise ValueError(msg)
-        return listed[int(device)]
+            os.environ[self.mask_variable] = named_in(listed_in(os.environ.get(self.mask_variable)), self.device)
 
     def own_device(self) -> Any:
         """torch's device of this process: number 0 behind a mask of one device, in a group its own number.
@@ -103,17 +88,25 @@ class AcceleratorBackend(TorchBackend):
             imported(self.plugin, self.chip["plugin"]["install"])
         if self.device_type == "cpu":
             return self.torch.device("cpu")
-        missing = self.missing_device()
-        if missing:
-            raise RuntimeError(missing)
-        index = 0 if self.group is None else self.index_in_group()
-        self.accelerator.set_device(index)
+        with self.translated():
+            missing = self.missing_device()
+            if missing:
+                raise RuntimeError(missing)
+            index = 0 if self.group is None else index_of(
+                listed_in(os.environ.get(self.mask_variable)), self.device, self.group)
+            self.accelerator.set_device(index)
         return self.torch.device(self.device_type, index)
 
-    def index_in_group(self) -> int:
-        """torch's number of this rank's device: that of `device` where ranks are told apart by it, else local_rank."""
-        assert self.group is not None
-        return int(self.device) if self.device.isdigit() and self.device != "0" else self.group.local_rank
+    @classmethod
+    def devices(cls, options: Mapping[str, str]) -> tuple[str, ...]:
+        """The names of the devices that this process may use, as drivers and masks number them."""
+        listed = listed_in(os.environ.get(cls.mask_variable))
+        if listed:
+            return tuple(listed)
+        torch = importlib.import_module("torch")
+        if cls.plugin:
+            importlib.import_module(cls.plugin)
+        return tuple(map(str, range(getattr(torch, cls.device_type).device_count())))
 
     @property
     def accelerator(self) -> Any:
@@ -172,10 +165,21 @@ class AcceleratorBackend(TorchBackend):
         if not byte:
             return True
         with self.translated():
+            # Those of the pool first, each by its own size, or a callee would get what an earlier one left.
+            sizes = [*sorted(self.idle_blocks(), reverse=True), *POISONED_BLOCKS]
             blocks = [self.torch.full((size,), byte, dtype=self.torch.uint8, device=self.torch_device)
-                      for size, count in POISONED_BLOCKS for _ in range(count)]
+                      for size in sizes]
             del blocks
         return True
+
+    def idle_blocks(self) -> list[int]:
+        """Bytes of each block that torch's pool holds and nobody uses."""
+        return [block["size"] for segment in self.accelerator.memory_snapshot() for block in segment["blocks"]
+                if block["state"] == "inactive"]
+
+    def recover(self, level: int) -> bool:
+        """Level 0, a context of its own, is what a new process has; the device itself can't be reset from here."""
+        return level == 0 and self.alive()
 
     def alloc(self, nbytes: int, align: int) -> Any:
         with self.translated():
@@ -236,7 +240,7 @@ class AcceleratorBackend(TorchBackend):
                 found[module] = str(e)
             except Exception as e:
                 found[module] = said(e)
-        return Report(versions, self.devices(), found)
+        return Report(versions, self.device_lines(), found)
 
     @classmethod
     def why_not(cls, options: Mapping[str, str], error: Exception) -> Report:
@@ -256,7 +260,7 @@ class AcceleratorBackend(TorchBackend):
         """The releases of a module's package that are described, the usual one first."""
         return known_releases(self.chip, module)
 
-    def devices(self) -> tuple[str, ...]:
+    def device_lines(self) -> tuple[str, ...]:
         """A line a device."""
         if self.device_type == "cpu":
             return (f"cpu, {self.torch.get_num_threads()} thread",)
@@ -266,3 +270,33 @@ class AcceleratorBackend(TorchBackend):
     def driver_versions(self) -> dict[str, str]:
         """Versions of driver, toolkit and plug-in."""
         return {}
+
+
+def listed_in(mask: str | None) -> list[str]:
+    """The devices that a mask names; none where there is no mask."""
+    return [d.strip() for d in (mask or "").split(",") if d.strip()]
+
+
+def named_in(listed: list[str], device: str) -> str:
+    """The name for a mask of a device: its own, or that of the one that stands at this place of an outer mask.
+
+    Raises ValueError where the outer mask leaves no such device.
+    """
+    if not listed or device in listed:
+        return device
+    if not device.isdigit() or int(device) >= len(listed):
+        msg = f"device {device} is asked for, but the environment leaves {', '.join(listed)} only"
+        raise ValueError(msg)
+    return listed[int(device)]
+
+
+def index_of(listed: list[str], device: str, group: Group) -> int:
+    """torch's number of a rank's device among all that are visible.
+
+    Where all ranks are told the first device, each takes that of its local rank.
+    """
+    if device == "0" and group.local_rank:
+        return group.local_rank
+    if listed:
+        return listed.index(named_in(listed, device))
+    return int(device) if device.isdigit() else group.local_rank

@@ -117,9 +117,28 @@ def _fields(op: Op) -> Iterator[str]:
 
 
 def doctor(name: str, options: Mapping[str, str], device: str = "0") -> dict[str, Any]:
-    """{versions, devices, modules: name -> reason why not, empty if usable}. Raises as `describe`."""
+    """{versions, devices, modules: name -> reason why not, empty if usable; constructed: whether there was a backend
+    to ask}. Raises as `describe`.
+    """
     check_name(name)
     return _ask("doctor", name, {**options}, device)
+
+
+def asked_first(name: str, options: Mapping[str, str], description: Description, device: str) -> dict[str, Any] | None:
+    """Doctor's report where the description wants it before a run, else None.
+
+    Raises BackendUnusable, in two lines, where no module is usable.
+    """
+    if not description.ask_doctor:
+        return None
+    found = doctor(name, options, device)
+    if all(found["modules"].values()):
+        missing = [m for m, why in found["modules"].items() if "not installed" in why]
+        told = f"packages of {', '.join(missing)} are not installed" if missing else "no package can be used"
+        msg = (f"backend {name}: no module is usable here; devices: {'; '.join(found['devices']) or 'none'}\n"
+               f"{told}; `conformance doctor --backend {name}` says what each needs")
+        raise BackendUnusable(msg)
+    return found
 
 
 def _ask(what: str, name: str, options: Mapping[str, str], device: str = "0") -> dict[str, Any]:

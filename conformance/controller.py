@@ -17,7 +17,7 @@ from conformance.collect import ROOT, UsageError, check_names, ops, ops_by_file
 from conformance.foreign import BadLine, read_lines
 from conformance.journal import Journal, RunDirError, differing
 from conformance.model import COMPILER, Problem
-from conformance.options import check_usage
+from conformance.options import check_usage, split
 from conformance.progress import Progress, bad_line
 from conformance.protocol import description_to_json
 from conformance.results import (
@@ -72,6 +72,8 @@ class Controller(Worker):
             msg = f"--claim={o('--claim')}: {self.backend} compiles and runs nothing, so there is nothing to claim"
             raise UsageError(msg)
         planned = [c.id for c in (*self.legal(), *self.unselected(claimed))]
+        found = None if o("--collect-only") else backends.asked_first(
+            self.backend, self.options, description, next((d for d in split(o("--devices")) if d != "auto"), "0"))
         if o("--collect-only"):
             self.journal = None
         else:
@@ -82,10 +84,11 @@ class Controller(Worker):
             "done": sorted(self.journal.done) if self.journal else [],
             "run_dir": str(self.journal.path.resolve()) if self.journal else "",
             "description": description_to_json(description), "waivers": waiver_text,
+            "unusable": {m: why for m, why in (found or {}).get("modules", {}).items() if why},
             "claimed": claimed, "fixed": fixed, "controller": os.getpid(),
         }
         Worker.__init__(self, config, handed)
-        self.info = run_info(self, description, planned)
+        self.info = run_info(self, description, planned, found)
         self.complaints = backends.complaints(description, ops(self.modules))
         if self.journal:
             before = self.journal.before
@@ -246,8 +249,9 @@ def claimed_ops(claim: str | None) -> list[str]:
     return listed
 
 
-def run_info(run: Controller, description: Any, planned: list[str]) -> dict[str, Any]:
-    """What run.json says."""
+def run_info(run: Controller, description: Any, planned: list[str], found: dict[str, Any] | None = None,
+             ) -> dict[str, Any]:
+    """What run.json says; `found` is doctor's report, where the run asked for one."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -261,7 +265,8 @@ def run_info(run: Controller, description: Any, planned: list[str]) -> dict[str,
         "command": sys.argv, "seed": run.config.getoption("--seed"), "level": run.level,
         "claim": {"name": run.config.getoption("--claim"), "ops": claimed} if claimed else None,
         "backend": run.backend, "backend_options": run.options, "device": f"device {run.device()}",
-        "description": description_to_json(description), "versions": {**packages, **description.versions},
+        "description": description_to_json(description), "doctor": found,
+        "versions": {**packages, **description.versions, **(found or {}).get("versions", {})},
         "host": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version(),
                  "cores": os.cpu_count()},
         "planned": planned, "started": time.time(), "finished": None, "closed": False,

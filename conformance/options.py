@@ -12,7 +12,7 @@ from conformance.identity import matches, nearest, unknown
 from conformance.model import CHECKS
 
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--backend", {"metavar": "NAME", "help": "what runs the ops: cpu, or package.module:Class"}),
+    ("--backend", {"metavar": "NAME", "help": "what runs the ops: cpu, nvidia, ascend, or package.module:Class"}),
     ("--backend-option", {"metavar": "K=V", "action": "append", "default": [], "help": "an option of the backend"}),
     ("--devices", {"default": "auto", "help": "auto, or device numbers: 0,1"}),
     ("--level", {"default": "full", "help": f"how much is tried: {', '.join(EFFORTS)} (default full)"}),

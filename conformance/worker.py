@@ -117,7 +117,8 @@ class Worker(Run):
                          for debug in (False, True)]
             profile = {**description.profile, "requirements": dict(description.requirements)}
             bench = Bench(description, launchers[0], launchers[1], ArenaPool(), profile, o("--case-timeout"),
-                          o("--compile-timeout"), inline=o("--isolation") == "inline")
+                          o("--compile-timeout"), inline=o("--isolation") == "inline",
+                          unusable=self.handed.get("unusable", {}))
             self._log = WorkerLog(self.run_dir, self.name)
             fixed = {k: [Problem.from_json(p) for p in v] for k, v in self.handed["fixed"].items()} if (
                 self.handed["fixed"] is not None) else None

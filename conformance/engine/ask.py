@@ -24,20 +24,22 @@ def main() -> None:
         if what == "describe":
             answer = {"answer": description_to_json(cls.describe(opts))}
         else:
-            r = _doctor(cls, device, opts)
-            answer = {"answer": {"versions": dict(r.versions), "devices": list(r.devices), "modules": dict(r.modules)}}
+            r, constructed = _doctor(cls, device, opts)
+            answer = {"answer": {"versions": dict(r.versions), "devices": list(r.devices), "modules": dict(r.modules),
+                                 "constructed": constructed}}
         text = json.dumps(answer)
     except BaseException as e:
         text = json.dumps({"error": said(e)})
     sys.stdout.write("\n" + text + "\n")
 
 
-def _doctor(cls: type[Backend], device: str, options: dict[str, str]) -> Report:
+def _doctor(cls: type[Backend], device: str, options: dict[str, str]) -> tuple[Report, bool]:
+    """The report, and whether there was a backend to make it."""
     try:
         backend = cls(device=device, options=options, group=None)
     except Exception as e:
-        return cls.why_not(options, e)
-    return backend.doctor()
+        return cls.why_not(options, e), False
+    return backend.doctor(), True
 
 
 if __name__ == "__main__":

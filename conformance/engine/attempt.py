@@ -39,6 +39,8 @@ class Bench:
     """how cases are timed; None for the usual"""
     rates: Any = None
     """peaks of the device, looked up and measured before the first timed case"""
+    unusable: Mapping[str, str] = field(default_factory=dict)
+    """modules that doctor found unusable, with the reason: their cases are not run"""
 
 
 @dataclass

@@ -149,6 +149,10 @@ class _CaseRun:
             record.status, record.message = "unsupported", reason
             record.domain = {"kind": self.support.kind if not self.support.supported else "limit"}
             return
+        missing = config.bench.unusable.get(case.op.module)
+        if missing:
+            record.status, record.message = "not_run", missing
+            return
         self.attempts = Attempts(config.bench, case.op, self.clock, debug_malloc=self.check.debug_malloc)
         if config.fixed is None:
             self.across = [p for p in tiles.problems(case, self.support.tiles, config.seed)
