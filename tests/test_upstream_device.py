@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from adapters.ascend.backend import AscendBackend
 from adapters.nvidia.backend import NvidiaBackend
 from conformance.protocol import FORMATS, DeviceLost, Group, ModuleUnusable, OutOfDeviceMemory, TensorSpec
 from tests import chip_fakes as fake
+from tests.missing_backend import WHY
 
 ROOT = Path(__file__).parents[1]
 
@@ -221,3 +223,16 @@ def test_what_doctor_found_stands_in_the_report_of_the_backend() -> None:
     assert report.modules["deepgemm"] == report.modules["tilekernels"] == ""
     assert "another platform" in report.modules["deepselect"]
     assert report.modules["flashmla"].startswith("flash_mla is not installed")
+
+
+def test_what_doctor_found_stands_in_run_json_and_cases_of_a_missing_package_are_not_run(tmp_path: Path) -> None:
+    ids = ["deepgemm.per_token_cast_to_fp8/values:x=fp32,scale=fp32", "deepselect.get_stride_requirement/values"]
+    run = conformance("pytest", "-q", "--backend=tests.missing_backend:MissingBackend", f"--run-dir={tmp_path / 'run'}",
+                      "--examples=1", "--module=deepgemm,deepselect", *(f"--case={i}*" for i in ids))
+    assert run.returncode == 0, run.stdout + run.stderr
+    said = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert said["doctor"]["modules"] == {"deepgemm": WHY, "deepselect": ""}
+    assert said["versions"]["deepselect.release"] == "1.0"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
+    told = {(r["module"], r["status"], r["message"]) for r in rows}
+    assert told == {("deepgemm", "not_run", WHY), ("deepselect", "pass", "")}
