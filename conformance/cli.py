@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {}
 
 def command(doc: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
     def register(f: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-        COMMANDS[f.__name__.strip("_")] = doc, f
+        COMMANDS[f.__name__.strip("_").replace("_", "-")] = doc, f
         return f
 
     return register
@@ -25,9 +26,12 @@ def _pytest(argv: list[str]) -> int:
 
     import pytest
 
+    from conformance.journal import RUNS_VARIABLE
+
     root = Path(__file__).resolve().parents[1]
     here = Path.cwd()
     argv = [_from_here(a, here) for a in argv]
+    os.environ.setdefault(RUNS_VARIABLE, str(here / "runs"))
     os.chdir(root)
     return int(pytest.main(["--rootdir", str(root), *argv, *([] if any("::" in a for a in argv) else ["cases"])]))
 
@@ -38,6 +42,17 @@ def _from_here(arg: str, here: Path) -> str:
     if sep and (name in ("--run-dir", "--waivers", "--problems") or (name == "--claim" and (here / value).is_file())):
         return f"{name}={(here / value).resolve()}"
     return arg
+
+
+def _find_plug_ins_here(argv: list[str]) -> None:
+    """A backend given as package.module:Class may lie where the user stands; only child processes import it."""
+    import os
+
+    named = [a.removeprefix("--backend=") for a in argv if a.startswith("--backend=")]
+    named += [b for a, b in itertools.pairwise(argv) if a == "--backend"]
+    before = os.environ.get("PYTHONPATH", "")
+    if any(":" in v for v in named) and str(Path.cwd()) not in before.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), before]))
 
 
 @command("run the cases: every option of pytest and of a run")
@@ -192,6 +207,19 @@ def coverage(argv: list[str]) -> int:
     return 0
 
 
+@command("write the package of a new backend, which runs at once")
+def new_backend(argv: list[str]) -> int:
+    from conformance.new_backend import write_backend
+
+    p = argparse.ArgumentParser("conformance new-backend")
+    p.add_argument("name", help="of the package: lower-case letters, digits and _")
+    p.add_argument("--abi", default="torch", help="what the runtime offers: torch, or c (ctypes, no framework)")
+    p.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where the package's folder is made")
+    args = p.parse_args(argv)
+    print(write_backend(args.name, args.abi, args.out))
+    return 0
+
+
 @command("plant every fault of the library and see that each is caught")
 def selftest(argv: list[str]) -> int:
     from conformance.selftest import main as run_selftest
@@ -214,6 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     if args[0] not in COMMANDS:
         print(f"unknown command {args[0]!r}; {nearest(args[0], COMMANDS)}\n{names}", file=sys.stderr)
         return EXIT_USAGE
+    _find_plug_ins_here(args)
     try:
         return COMMANDS[args[0]][1](args[1:])
     except (UsageError, UnknownBackend, WaiverError, FileNotFoundError, FileExistsError) as e:

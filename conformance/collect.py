@@ -14,6 +14,7 @@ from conformance.catalogue.load import MODULES, required_checks
 from conformance.engine.variants import all_variants, cases_of
 from conformance.identity import unknown
 from conformance.model import CHECKS, Case, Op, Variant
+from conformance.protocol import Description
 from conformance.speed import Speed, TimedCase, timed_cases
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,8 +82,14 @@ def core_rows() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(CORE.read_text())["cases"])
 
 
-def cases_at(level: str, modules: Iterable[str] = ()) -> Iterator[Case]:
-    """The cases of a level, of these modules or of all."""
+def cases_at(level: str, modules: Iterable[str] = (), description: Description | None = None) -> Iterator[Case]:
+    """The cases of a level, of these modules or of all. The level bringup depends on a backend's description."""
+    if level == "bringup":
+        from conformance.engine.bringup import bringup  # brings Hypothesis, which pytest wants to import itself
+
+        wanted = tuple(modules) or MODULES
+        yield from (c for c in bringup(all_cases(), description) if c.op.module in wanted)
+        return
     if level != "core":
         for case in all_cases(modules):
             yield Case(case.op, case.variant, case.check, default_sizes(case))
@@ -137,11 +144,11 @@ def default_sizes(case: Case) -> tuple[dict[str, Any], ...]:
     return tuple(out)
 
 
-def find_case(case_id: str, level: str = "full") -> Case:
+def find_case(case_id: str, level: str = "full", description: Description | None = None) -> Case:
     """The case of an id as a level has it, its explicit problems too. Raises UsageError with the nearest known one."""
     every: dict[str, Case] = {c.id: c for c in (*all_cases(), *timing_cases())}
     if case_id in every and every[case_id].check != "timing":
-        every.update({c.id: c for c in cases_at(level, (every[case_id].op.module,)) if c.id == case_id})
+        every.update({c.id: c for c in cases_at(level, (every[case_id].op.module,), description) if c.id == case_id})
     if case_id not in every:
         raise UsageError(unknown("case", case_id, every, limit=5))
     return every[case_id]

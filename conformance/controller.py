@@ -13,9 +13,11 @@ import pytest
 
 from conformance import backends, waivers
 from conformance.bench import THREAD_VARIABLES
+from conformance.budget import left_out, minutes, told
 from conformance.collect import ROOT, UsageError, check_names, ops, ops_by_file
+from conformance.engine import clock
 from conformance.foreign import BadLine, read_lines
-from conformance.journal import Journal, RunDirError, differing
+from conformance.journal import RUNS_VARIABLE, Journal, RunDirError, differing
 from conformance.model import COMPILER, Problem
 from conformance.options import check_usage, split
 from conformance.progress import Progress, bad_line
@@ -65,7 +67,8 @@ class Controller(Worker):
             waiver_text = Path(waiver_file).read_text()
         # Whatever may be a mistake of the user's comes before the run directory is made.
         fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))
-        description = backends.describe(self.backend, self.options)
+        budget_s = 60 * minutes(self.budget_text) if self.budget_text else None
+        self.description = description = backends.describe(self.backend, self.options)
         self.scale = scale_of(description_to_json(description))
         self.platform = description.platform
         if claimed and self.platform == COMPILER:
@@ -74,18 +77,22 @@ class Controller(Worker):
         planned = [c.id for c in (*self.legal(), *self.unselected(claimed))]
         found = None if o("--collect-only") else backends.asked_first(
             self.backend, self.options, description, next((d for d in split(o("--devices")) if d != "auto"), "0"))
+        if self.ordered and getattr(config.option, "maxschedchunk", 1) is None:
+            config.option.maxschedchunk = 1  # else workers get long stretches, and the order is lost
         if o("--collect-only"):
             self.journal = None
         else:
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
             name = self.backend.rpartition(":")[2] if ":" in self.backend else self.backend
-            self.journal = Journal(Path(o("--run-dir") or f"runs/{name}-{stamp}"), resume=o("--resume"))
+            own = Path(os.environ.get(RUNS_VARIABLE) or "runs") / f"{name}-{stamp}"
+            self.journal = Journal(Path(o("--run-dir") or own), resume=o("--resume"))
         handed = {
             "done": sorted(self.journal.done) if self.journal else [],
             "run_dir": str(self.journal.path.resolve()) if self.journal else "",
             "description": description_to_json(description), "waivers": waiver_text,
             "unusable": {m: why for m, why in (found or {}).get("modules", {}).items() if why},
             "claimed": claimed, "fixed": fixed, "controller": os.getpid(),
+            "deadline": None if budget_s is None else clock.monotonic() + budget_s,
         }
         Worker.__init__(self, config, handed)
         self.info = run_info(self, description, planned, found)
@@ -187,6 +194,8 @@ class Controller(Worker):
             if case.id in found:
                 continue
             status, message = "not_run", "the run ended before it" if i < len(legal) else "claimed, but not selected"
+            if i < len(legal) and not self.budget.fits(case):
+                message = left_out(self.budget_text)
             if case.id in self.lost:
                 status, message = "error", f"the worker that ran it was lost: {self.lost[case.id]}"
             record = Record(case.id, case.op.module, case.op.name, dict(case.variant), case.check, self.level, status,
@@ -205,6 +214,8 @@ class Controller(Worker):
             return
         for c in self.complaints[:10]:
             terminalreporter.write_line(f"the description of {self.backend} names {c}")
+        if self.budget_text:
+            terminalreporter.write_line(told(self.budget_text, self.records.values()))
         write_summary(terminalreporter, self.journal.path, self.records, self.journal.bad, self.waivers)
 
 

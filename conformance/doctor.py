@@ -75,7 +75,8 @@ def examine(backend: str, options: dict[str, str], device: str = "0") -> Examina
     try:
         found = backends.doctor(backend, options, device)
     except backends.BackendUnusable as e:
-        return Examination(dict.fromkeys(MODULES, _first_line(str(e))), platform=description.platform)
+        return Examination(dict.fromkeys(MODULES, _first_line(str(e))), rows=list(description_rows(description)),
+                           platform=description.platform)
     modules = {m: found["modules"].get(m, "this backend does not offer it") for m in MODULES}
     out = Examination(modules, tuple(found["devices"]), found["versions"], platform=description.platform)
     out.rows.extend(description_rows(description))
@@ -83,6 +84,12 @@ def examine(backend: str, options: dict[str, str], device: str = "0") -> Examina
         return out  # there is no backend whose contract could be tested; the modules say why
     with bench_of(backend, options) as bench:
         patient = Patient(bench)
+        try:
+            patient.ready()
+        except BackendBroken as e:
+            # Without a device that is no fault of the adapter's.
+            out.rows.append(Row("constructor", "", "failed" if out.usable else "unknown", _why_broken(str(e))))
+            return out
         try:
             out.rows.extend(contract_rows(patient, out.usable))
             out.rows.extend(call_rows(patient, out.usable))
@@ -277,6 +284,13 @@ def page(name: str, found: Examination, required: list[str]) -> tuple[str, int]:
         verdict.append(f"usable: {', '.join(found.usable)}")
     return "\n\n".join([*parts, "\n".join(verdict)]), (
         EXIT_INCONCLUSIVE if missing or found.failed or not found.usable else EXIT_CONFORMING)
+
+
+def _why_broken(text: str) -> str:
+    """What a failed start says: its first line and the exception, without what stands between."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return ": ".join(dict.fromkeys(line.rstrip(".") for line in (lines[0], lines[-1]))) + (
+        ". The contract could not be tested.")
 
 
 def _first_line(text: str) -> str:

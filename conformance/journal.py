@@ -22,6 +22,10 @@ from conformance.results import Record, read_run
 SAME = ("schema_version", "backend", "backend_options", "level", "seed", "description", "claim")
 """fields of run.json in which the parts of one run agree: shards of it, and what is gone on with"""
 
+RUNS_VARIABLE = "CONFORMANCE_RUNS"
+"""Environment variable that names the folder in which a run makes its directory where --run-dir names none: the
+console script, which changes to the checkout, sets it to `runs` where the user stands."""
+
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     """The first field in which two run.json can't be parts of one run, with both values; empty where there is none."""

@@ -402,6 +402,8 @@ class Case:
     check: str
     explicit: tuple[Mapping[str, Any], ...] = ()
     """size assignments that run first"""
+    most: int = 0
+    """problems that are tried; 0: as many as the level says"""
 
     @property
     def id(self) -> str:

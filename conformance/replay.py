@@ -13,6 +13,7 @@ from typing import Any
 from conformance import backends
 from conformance.bench import bench_of
 from conformance.collect import UsageError, check_names, find_case
+from conformance.engine.bringup import LEVEL
 from conformance.engine.run import EFFORTS, Config, Effort, run_case
 from conformance.model import Case, Problem
 from conformance.options import backend_options
@@ -25,7 +26,15 @@ def replay_id(case_id: str, backend: str, options: list[str], seed: int, repeat:
     """Run the case as a run of that level does, on the same problems, `repeat` times. Returns the exit code."""
     check_names("level", [level], EFFORTS)
     effort = EFFORTS[level].with_examples(examples)
-    return _replay(find_case(case_id, level), backend, backend_options(options), seed, repeat, dump, None, effort)
+    description = None
+    if level == LEVEL:
+        try:
+            description = backends.describe(backend, backend_options(options))
+        except backends.BackendUnusable as e:
+            print(e)
+            return EXIT_INCONCLUSIVE
+    case = find_case(case_id, level, description)
+    return _replay(case, backend, backend_options(options), seed, repeat, dump, None, effort)
 
 
 def replay_file(path: Path, backend: str | None, options: list[str], repeat: int, dump: str | None) -> int:
@@ -49,6 +58,7 @@ def _replay(case: Case, backend: str, options: dict[str, str], seed: int, repeat
     where = Path(dump) if dump else Path(tempfile.mkdtemp(prefix="replay-"))
     try:
         with bench_of(backend, options) as bench:
+            bench.case_timeout_s = effort.call_s
             fixed: dict[str, Any] | None = {case.id: [problem]} if problem else None
             config = Config(bench, effort, seed, where, backend, options, fixed=fixed)
             for _ in range(repeat):

@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 
 from conformance import waivers
+from conformance.budget import Budget, left_out
 from conformance.collect import cases_at, timing_cases
+from conformance.engine import clock
 from conformance.engine.attempt import Bench
+from conformance.engine.bringup import LEVEL
 from conformance.engine.compiled import refusal
 from conformance.engine.executor import ArenaPool, Launcher
+from conformance.engine.order import most_telling
 from conformance.engine.run import EFFORTS, Config, run_case
 from conformance.engine.wire import die_with_parent
 from conformance.identity import matches
 from conformance.journal import WorkerLog
 from conformance.model import Case, Problem
 from conformance.options import backend_options, shard_of, split
-from conformance.protocol import description_from_json
+from conformance.protocol import Description, description_from_json
 from conformance.results import Record, verdict_of
 
 
@@ -37,6 +41,8 @@ class Run:
         self.modules, self.checks, self.queries = split(o("--module")), split(o("--check")), list(o("--case"))
         self.options = backend_options(o("--backend-option"))
         self.shard = shard_of(o("--shard"))
+        self.budget_text: str = o("--time-budget") or ""
+        self.description: Description | None = None
         self.done: frozenset[str] = frozenset()
         self.timing: bool = o("--timing")
         self.scale = "small"
@@ -55,13 +61,14 @@ class Run:
             return []
         k, n = self.shard
         named = {c.id for c in self._named()}
-        left_out = [c for c in cases_at(self.level, ()) if c.op.name in claimed and c.id not in named
-                    and not refusal(c.check, self.platform)]
-        return left_out[k - 1 :: n]
+        others = [c for c in cases_at(self.level, (), self.description) if c.op.name in claimed and c.id not in named
+                  and not refusal(c.check, self.platform)]
+        return others[k - 1 :: n]
 
     def _named(self) -> list[Case]:
         out = []
-        cases = timing_cases(self.scale, self.modules) if self.timing else cases_at(self.level, self.modules)
+        cases = timing_cases(self.scale, self.modules) if self.timing else cases_at(
+            self.level, self.modules, self.description)
         for case in cases:
             if self.modules and case.op.module not in self.modules:
                 continue
@@ -79,7 +86,27 @@ class Run:
     def selected(self) -> list[Case]:
         if self._selected is None:
             self._selected = [c for c in self.legal() if c.id not in self.done]
+            if self.budget_text and self.level != LEVEL:
+                self._selected = most_telling(self._selected)
         return self._selected
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order of the cases matters, and not only which there are."""
+        return bool(self.budget_text) or self.level == LEVEL
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.ordered:
+            place = {c.id: i for i, c in enumerate(self.selected())}
+            items.sort(key=lambda item: place.get(item.name, -1))
+
+
+def not_run(case: Case, run: Run, message: str, required: bool) -> Record:
+    """The record of a planned case that did not run."""
+    record = Record(case.id, case.op.module, case.op.name, dict(case.variant), case.check, run.level, "not_run",
+                    message=message, backend=run.backend, seed=run.config.getoption("--seed"))
+    record.verdict = verdict_of(record.status, "none", required=required).value
+    return record
 
 
 def scale_of(description: Mapping[str, Any]) -> str:
@@ -96,6 +123,8 @@ class Worker(Run):
         self.done = frozenset(handed["done"])
         self.scale = scale_of(handed["description"])
         self.platform = handed["description"]["platform"]
+        self.description = description_from_json(handed["description"])
+        self.budget = Budget(handed["deadline"])
         if getattr(config, "workerinput", None):
             die_with_parent(handed["controller"])
         self.name = os.environ.get("PYTEST_XDIST_WORKER", "main")
@@ -116,9 +145,9 @@ class Worker(Run):
                                   fork=description.fork_after_import, debug_malloc=debug, inject=o("--inject") or "")
                          for debug in (False, True)]
             profile = {**description.profile, "requirements": dict(description.requirements)}
-            bench = Bench(description, launchers[0], launchers[1], ArenaPool(), profile, o("--case-timeout"),
-                          o("--compile-timeout"), inline=o("--isolation") == "inline",
-                          unusable=self.handed.get("unusable", {}))
+            call_s = o("--case-timeout") or effort.call_s
+            bench = Bench(description, launchers[0], launchers[1], ArenaPool(), profile, call_s, o("--compile-timeout"),
+                          inline=o("--isolation") == "inline", unusable=self.handed.get("unusable", {}))
             self._log = WorkerLog(self.run_dir, self.name)
             fixed = {k: [Problem.from_json(p) for p in v] for k, v in self.handed["fixed"].items()} if (
                 self.handed["fixed"] is not None) else None
@@ -134,8 +163,16 @@ class Worker(Run):
     def execute(self, case: Case) -> Record:
         config = self.engine_config()
         assert self._log is not None
+        if not self.budget.fits(case):
+            # Not written down: a case without a line is what --resume goes on with.
+            return not_run(case, self, left_out(self.budget_text), case.op.name in self.handed["claimed"])
         self._log.now(case.id)
+        if self.budget.deadline_s is not None:
+            shrink_s = min(config.effort.shrink_s, max(self.budget.left_s(), 0.0))
+            config = replace(config, effort=replace(config.effort, shrink_s=shrink_s))
+        began = clock.monotonic()
         record = run_case(case, config)
+        self.budget.took(case, clock.monotonic() - began)
         record.worker, record.device = self.name, config.bench.launcher.device
         self.judge(record)
         self._log.result(record)

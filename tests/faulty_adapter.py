@@ -87,6 +87,9 @@ class Faulty(CpuBackend):
                            platform="sillicon" if mistake == "platform_unknown" else "silicon")
 
     def __init__(self, *, device: str, options: Mapping[str, str], group: Group | None) -> None:
+        if options.get("mistake") == "no_device":
+            msg = "no device answers: plug the device in"
+            raise RuntimeError(msg)
         super().__init__(device=device, options={}, group=group)
         self.adapters = {"deepselect": "adapters.cpu.deepselect"}
         self.mistake = options.get("mistake", "")

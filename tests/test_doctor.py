@@ -87,6 +87,17 @@ def test_nothing_usable_is_told_without_a_traceback(capsys: pytest.CaptureFixtur
     assert "Traceback" not in out
 
 
+def test_without_a_device_the_contract_is_not_called_broken() -> None:
+    found = examine(FAULTY, {"mistake": "no_device"})
+    assert not found.usable
+    assert not found.failed
+    text, code = page("faulty", found, [])
+    assert code == 6
+    assert "no module is usable here" in text
+    assert "plug the device in" in found.modules["deepselect"]
+    assert "Traceback" not in text
+
+
 def test_the_controller_imports_no_adapter() -> None:
     before = set(sys.modules)
     backends.describe("cpu", {})

@@ -43,6 +43,10 @@ class Effort:
     shrink_s: float
     beside: int = 0
     """problems a case of the other checks; 0: as many"""
+    drawn: bool = True
+    """whether drawn problems run too, or the explicit ones alone"""
+    call_s: float = 20.0
+    """how long a call may take where no option says otherwise"""
 
     def examples_of(self, check: str) -> int:
         return self.examples if check == "values" or not self.beside else min(self.examples, self.beside)
@@ -61,6 +65,7 @@ class Effort:
 EFFORTS = {
     e.level: e
     for e in (
+        Effort("bringup", 4, 2.0**22, 30.0, drawn=False, call_s=300.0),
         Effort("core", 8, 1.5 * 2.0**20, 10.0, beside=5), Effort("full", 25, 2.0**24, 60.0),
         Effort("extended", 100, 2.0**30, 300.0),
     )
@@ -137,6 +142,9 @@ class _CaseRun:
             if case.check == "rejects":
                 first = [misuse.problem_of(case, config.seed)]
                 record.draws_sha256 = draw.digest(first)
+            elif not config.effort.drawn:
+                first = draw.explicit(self.drawn_case, config.seed)
+                record.draws_sha256 = draw.digest(first)
             else:
                 first, record.draws_sha256 = draw.first_chunk(self.drawn_case, config.seed)
         reason = self.support.reason if not self.support.supported else variant_limit(self.support, case.variant)
@@ -154,7 +162,7 @@ class _CaseRun:
             record.status, record.message = "not_run", missing
             return
         self.attempts = Attempts(config.bench, case.op, self.clock, debug_malloc=self.check.debug_malloc)
-        if config.fixed is None:
+        if config.fixed is None and config.effort.drawn:
             self.across = [p for p in tiles.problems(case, self.support.tiles, config.seed)
                            if not self.outside(p) and draw.work(case.op, p) <= config.effort.max_work]
         executed, skipped, outside = 0, 0, ""
@@ -167,7 +175,7 @@ class _CaseRun:
             if outside or large:
                 skipped += 1
                 continue
-            last = executed + 1 == config.effort.examples_of(case.check) + len(self.across)
+            last = executed + 1 == self.wanted + len(self.across)
             attempt = self.attempt(problem, settle=self.check.settle_last and last)
             worst = self.worst(attempt)
             if worst is not None and worst.status == "unsupported":
@@ -209,9 +217,14 @@ class _CaseRun:
         rows = row_bytes_of(self.case.op, problem, self.config.bench.description.requirements) if asked else {}
         return problem_limit(self.support, problem, rows)
 
+    @property
+    def wanted(self) -> int:
+        usual = self.config.effort.examples_of(self.case.check)
+        return min(usual, self.case.most) if self.case.most else usual
+
     def enough(self) -> int:
         """How many problems: more than asked for while none of them could have failed."""
-        n = self.config.effort.examples_of(self.case.check) + len(self.across)
+        n = self.wanted + len(self.across)
         vacuous = (self.must_be_able_to_fail() and not self.record.vacuity) or (self.related and not self.compared)
         return n * 4 if vacuous else n
 
@@ -228,6 +241,8 @@ class _CaseRun:
             return iter(first)
         if self.config.fixed is not None:
             return iter(self.config.fixed.get(self.case.id, []))
+        if not self.config.effort.drawn:
+            return iter(first)
         later = (draw.chunk(self.drawn_case, self.config.seed, i) for i in range(1, 64))
         return chain(self.across, draw.explicit(self.drawn_case, self.config.seed), first, chain.from_iterable(later))
 
