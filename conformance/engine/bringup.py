@@ -45,8 +45,8 @@ def bringup(cases: Iterable[Case], description: Description | None = None) -> li
     every = list(cases)
     runs = {c.op.name: support_of(description, c.op.name) for c in every}
     ranks = {1, *description.ranks}
-    usable = [c for c in every if not refusal(c.check, description.platform) and runs[c.op.name].supported and c.op.ranks in ranks
-              and not variant_limit(runs[c.op.name], c.variant)]
+    usable = [c for c in every if runs[c.op.name].supported and c.op.ranks in ranks
+              and not variant_limit(runs[c.op.name], c.variant) and not refusal(c.check, description.platform)]
     chosen: list[Case] = []
     left, tried = PROBLEMS, set()
     for case in most_telling(usable):
