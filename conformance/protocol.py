@@ -426,12 +426,18 @@ class Backend:
         return Samples(tuple(seconds), "host")
 
     def flush_caches(self, nbytes: int) -> None:
-        """Write so many bytes on the device that belong to nobody, so that caches hold nothing of a call before."""
-        if getattr(self, "_flushed", (0, None))[0] != nbytes:
-            self._flushed: tuple[int, Any] = nbytes, self.alloc(nbytes, 512)
-        step = memoryview(bytearray(min(nbytes, 1 << 22)))
-        for at in range(0, nbytes, len(step)):
-            self.write(self._flushed[1], at, step[: min(len(step), nbytes - at)])
+        """Write so many bytes on the device that belong to nobody, so that caches hold nothing of a call before.
+
+        On a small device it is half of what is free when it is first asked for: no cache is as large as the memory.
+        """
+        if getattr(self, "_flushed", (0, 0, None))[0] != nbytes:
+            known = self.memory()
+            room = nbytes if known is None else min(nbytes, known[0] // 2)
+            self._flushed: tuple[int, int, Any] = nbytes, room, self.alloc(room, 512)
+        _, room, buffer = self._flushed
+        step = memoryview(bytearray(min(room, 1 << 22)))
+        for at in range(0, room, max(len(step), 1)):
+            self.write(buffer, at, step[: min(len(step), room - at)])
 
     def attainable(self) -> dict[str, float]:
         """Rates that simple work reaches on this very device now: `bytes` (per second, a large copy, reads and writes
