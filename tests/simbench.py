@@ -65,11 +65,11 @@ def cases() -> dict[str, Case]:
 
 
 def attempt(bench: Bench, case: Case, out: Path, *, seed: int = 0, examples: int = 8, shrink_s: float = 0.0,
-            **options: str) -> Record:
+            level: str = "core", **options: str) -> Record:
     """Try one case on the device with these options of the plug-in."""
     for launcher in (bench.launcher, bench.debug_launcher):
         launcher.options = dict(options)
-    effort = replace(EFFORTS["core"], examples=examples, beside=0, shrink_s=shrink_s)
+    effort = replace(EFFORTS[level], examples=examples, beside=0, shrink_s=shrink_s)
     return run_case(case, Config(bench, effort, seed, out, SIMDEV, dict(options)))
 
 
