@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from conformance.engine.timing_stats import change
 from conformance.results import (
     EXIT_CONFORMING,
     EXIT_INCONCLUSIVE,
@@ -19,6 +20,7 @@ from conformance.results import (
 from reports.fold import executed
 from reports.load import LoadedRun, load_runs, read_problems
 from reports.markup import md, md_code
+from reports.speed_data import time_text, timed_in, word
 
 TITLES = {
     "broken": "Broken: conformed, does not any more",
@@ -26,6 +28,8 @@ TITLES = {
     "unclear": "Unclear: had a verdict, has none now",
     "changed": "Still nonconforming, in another way",
     "doubled": "Error over bound at least doubled",
+    "slower": "Slower, beyond what noise explains",
+    "faster": "Faster, beyond what noise explains",
     "bits": "Same problem, other bits",
     "inputs": "Same problem, other inputs (the two runs can't be compared there)",
     "fixed": "Fixed",
@@ -72,6 +76,7 @@ def diff_runs(a: LoadedRun, b: LoadedRun) -> Diff:
             diff.changes[kind].append((case, sentence))
         if kind == "same":
             _compare_errors(diff, before[case], after[case])
+            _compare_times(diff, before[case], after[case])
     _compare_bits(diff)
     diff.notes = [f"{run.label}: {note}" for run in (a, b) for note in run.notes] + diff.notes
     return diff
@@ -117,6 +122,21 @@ def _compare_errors(diff: Diff, a: Record, b: Record) -> None:
     old, new = error_over_bound(a), error_over_bound(b)
     if old is not None and new is not None and new >= 2 * old and new >= 1 / 8 and new != old:
         diff.changes["doubled"].append((a.id, f"{old:.3g} -> {new:.3g} x bound"))
+
+
+def _compare_times(diff: Diff, a: Record, b: Record) -> None:
+    """Block medians of both runs, where both timed the same case by the same clock."""
+    one, two = timed_in([a]), timed_in([b])
+    if not one or not two or word(one[0].perf, "clock") != word(two[0].perf, "clock"):
+        return
+    before, after = one[0].blocks_s, two[0].blocks_s
+    if min(len(before), len(after)) < 2:
+        return
+    found = change(before, after)
+    if found.slower or found.faster:
+        kind = "slower" if found.slower else "faster"
+        diff.changes[kind].append((a.id, f"{time_text(one[0].time_s)} -> {time_text(two[0].time_s)}, {found.ratio:.3f} "
+                                         f"times [{found.low:.3f}, {found.high:.3f}]"))
 
 
 def _compare_bits(diff: Diff) -> None:

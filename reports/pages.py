@@ -21,6 +21,7 @@ from reports.fold import WORDS, Cell, Matrix, State, module_headline, run_headli
 from reports.load import LoadedRun
 from reports.markup import Html, breakable, tag
 from reports.record_view import case_entry
+from reports.speed import PAGE, write_speed
 
 LONGEST_NAME = 120
 """characters of an op's name that a file may be called by"""
@@ -63,7 +64,8 @@ def write_pages(matrix: Matrix, folder: Path, copier: Copier) -> Path:
     for op, cells in matrix.cells.items():
         (folder / "op" / f"{page_name(op)}.html").write_text(_op_page(matrix.runs, op, cells, copier), encoding="utf-8")
     index = folder / "index.html"
-    index.write_text(_index(matrix), encoding="utf-8")
+    has_times = write_speed(matrix.runs, folder, _page)
+    index.write_text(_index(matrix, has_times), encoding="utf-8")
     return index
 
 
@@ -89,7 +91,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _index(matrix: Matrix) -> str:
+def _index(matrix: Matrix, has_times: bool = False) -> str:
     cells = [cell for row in matrix.cells.values() for cell in row]
     modules = matrix.modules
     where = f"{len(matrix.cells)} ops in {len(modules)} modules on {len(matrix.runs)} run{'s' * (len(matrix.runs) > 1)}"
@@ -98,6 +100,7 @@ def _index(matrix: Matrix) -> str:
         "Compatibility matrix",
         tag("h1", "Compatibility matrix"),
         tag("p", f"{where}: {tally(count, _BEST_FIRST)}.", class_="lead"),
+        tag("p", tag("a", "Times, rooflines and published speeds", href=PAGE)) if has_times else None,
         tag("ul", *(_run_card(run, matrix.column(i)) for i, run in enumerate(matrix.runs)), class_="runs"),
         _filters(count, "cells", "find an op"),
         tag(
