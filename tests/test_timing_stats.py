@@ -102,6 +102,18 @@ def test_tails_of_f_are_those_of_the_tables(d1: int, d2: int, f: float) -> None:
     assert stats.f_tail(f, d1, d2) == pytest.approx(0.05, abs=1e-4)
 
 
+def test_that_one_kind_of_round_is_the_longest_everywhere_is_no_chance() -> None:
+    rng = np.random.default_rng(8)
+    # Each round may be held up as long as it likes: what was never seen before is no more so than the others.
+    shares = [[stats.rank_share(t[0], t[1:].tolist()) for t in np.exp(2 * rng.standard_normal((6, 16)))]
+              for _ in range(2000)]
+    likely = np.array([stats.all_high(s) for s in shares])
+    assert likely.min() > 1e-5
+    assert np.mean(likely < 0.1) == pytest.approx(0.1, abs=0.025)
+    assert stats.all_high([15.5 / 16] * 6) < 1e-6
+    assert stats.all_high([0.5] * 6) == pytest.approx(0.5, abs=1e-9)
+
+
 def test_one_block_has_no_interval() -> None:
     with pytest.raises(ValueError, match="two blocks"):
         interval([Block(0, 1.0)])

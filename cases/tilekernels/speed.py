@@ -79,7 +79,7 @@ SPEEDS = (
            Workload("t8192_e384", dict(t=8192, experts=384, num_topk=6), scale="model", source=V41)),
           rows=("t", ("scores", "topk_idx"))),
     Speed("tilekernels.engram.engram_sinkhorn_momentum_update", momentum, lambda v: "vector_fp32",
-          (Workload("n262144", dict(blocks=1024), dict(grad="bf16", momentum="fp32", nesterov="yes")),
+          (Workload("n32768", dict(blocks=128), dict(grad="bf16", momentum="fp32", nesterov="yes")),
            Workload("n134217728", dict(blocks=524288), dict(grad="bf16", momentum="fp32", nesterov="yes"), "model",
                     source="DeepSeek-V4.1-Flash, a fraction of a table of its n-gram memory"))),
     Speed("tilekernels.engram.engram_sinkhorn_step", sinkhorn, lambda v: "vector_fp32",

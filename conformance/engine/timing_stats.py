@@ -145,6 +145,19 @@ def change(a_s: Sequence[float], b_s: Sequence[float]) -> Change:
     return Change(math.exp(moved), math.exp(moved - half), math.exp(moved + half))
 
 
+def rank_share(value: float, others: Sequence[float]) -> float:
+    """Where a value stands among others, between 0 and 1; each place is as likely where it is one like them."""
+    below = sum(o < value for o in others) + sum(o == value for o in others) / 2
+    return (below + 0.5) / (len(others) + 1)
+
+
+def all_high(shares: Sequence[float]) -> float:
+    """The probability that so many places in (0, 1), all as likely, add up to as much (Irwin and Hall)."""
+    n, missing = len(shares), len(shares) - math.fsum(shares)
+    terms = ((-1) ** k * math.comb(n, k) * (missing - k) ** n for k in range(math.floor(missing) + 1))
+    return min(max(math.fsum(terms) / math.factorial(n), 0.0), 1.0)
+
+
 @lru_cache(maxsize=256)
 def t_quantile(p: float, df: float) -> float:
     """The p-quantile of Student's t, p in [0.5, 1), by bisection; good to 1e-9."""
