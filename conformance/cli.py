@@ -82,6 +82,36 @@ def doctor(argv: list[str]) -> int:
     return code
 
 
+@command("what a run would take: compile keys, minutes, memory, and what fits a budget")
+def plan(argv: list[str]) -> int:
+    from conformance import backends
+    from conformance.catalogue.load import MODULES
+    from conformance.collect import check_names
+    from conformance.options import backend_options, split
+    from conformance.plan import plan_page
+
+    p = argparse.ArgumentParser("conformance plan")
+    p.add_argument("--backend", required=True)
+    p.add_argument("--backend-option", action="append", default=[])
+    p.add_argument("--level", default="full")
+    p.add_argument("--module", default="", help="only these modules: a,b")
+    p.add_argument("-n", dest="workers", type=int, default=1, help="workers side by side (default 1)")
+    p.add_argument("--budget", default="", metavar="TIME", help="tell what fits: 30min, 2h")
+    p.add_argument("--from", dest="run", type=Path, default=None, metavar="RUN", help="a former run to go by")
+    p.add_argument("--compile-seconds", type=float, default=None, metavar="S", help="what a compile key takes")
+    args = p.parse_args(argv)
+    modules = split(args.module)
+    check_names("module", modules, MODULES)
+    try:
+        description = backends.describe(args.backend, backend_options(args.backend_option))
+    except backends.BackendUnusable as e:
+        print(e)
+        return EXIT_INCONCLUSIVE
+    print(plan_page(args.backend, description, args.level, modules, args.workers, args.budget, args.run,
+                    args.compile_seconds))
+    return 0
+
+
 @command("the cases of a level, an id a line")
 def list_(argv: list[str]) -> int:
     from conformance.collect import UsageError, cases_at
