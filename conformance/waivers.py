@@ -9,6 +9,8 @@ A file reads
     expiry = 2027-06-30                        # its last day
     fingerprint = { status = "fail", phase = "compare", reason = "nonfinite", error_band = [1.0, 8.0] }
 
+    on = { backend = "compiler", target = "ascend" }   # may be absent: only of runs of this backend with these options
+
 `phase` and `error_band` may be absent (any), and so may `reason` unless the status is
 fail; status, phase and reason may also be lists. A failure that looks different from
 the fingerprint is not waived.
@@ -38,6 +40,7 @@ WAIVABLE = tuple(sorted(s.value for s in NONCONFORMING))
 
 _QUERY = re.compile(r"[A-Za-z0-9_]+\.[A-Za-z0-9_./:=,+-]*\*?")
 _KEYS = ("id", "reason", "issue", "expiry", "fingerprint")
+_OPTIONAL = ("on",)
 _WORDS = {"status": WAIVABLE, "phase": tuple(p.value for p in Phase), "reason": REASONS}
 
 
@@ -75,9 +78,18 @@ class Waiver:
     fingerprint: Fingerprint
     line: int = 0
     """where it stands in its file; 0 where that is not known"""
+    on: tuple[tuple[str, str], ...] = ()
+    """`backend`, and options of it, that a run must have; empty for any"""
 
     def expired(self, today: datetime.date) -> bool:
         return today > self.expiry
+
+    def names(self, record: Record) -> bool:
+        """Whether it is about this record: its case, and the backend that ran it."""
+        if not matches(self.id, record.id):
+            return False
+        return all(record.backend == value if key == "backend" else f"--backend-option={key}={value}" in record.replay
+                   for key, value in self.on)
 
 
 def load(path: Path) -> tuple[Waiver, ...]:
@@ -105,9 +117,9 @@ def parse(text: str, name: str = "waivers") -> tuple[Waiver, ...]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise WaiverError(f"{name}: `waiver` must be an array of tables, written [[waiver]]")
     waivers = tuple(_waiver(row, where, n) for n, row in enumerate(rows))
-    first: dict[tuple[str, Fingerprint], int] = {}
+    first: dict[tuple[Any, ...], int] = {}
     for n, waiver in enumerate(waivers):
-        same = first.setdefault((waiver.id, waiver.fingerprint), n)
+        same = first.setdefault((waiver.id, waiver.fingerprint, waiver.on), n)
         if same != n:
             raise where.error(n, "id", f"{waiver.id!r} with this fingerprint stands already in waiver {same + 1}")
     return waivers
@@ -139,8 +151,9 @@ class _Where:
 
 def _waiver(raw: Mapping[str, Any], where: _Where, row: int) -> Waiver:
     for key in raw:
-        if key not in _KEYS:
-            raise where.error(row, key, f"unknown key {key!r}; {nearest(key, _KEYS)} known: {', '.join(_KEYS)}")
+        known = (*_KEYS, *_OPTIONAL)
+        if key not in known:
+            raise where.error(row, key, f"unknown key {key!r}; {nearest(key, known)} known: {', '.join(known)}")
     for key in _KEYS:
         if key not in raw:
             raise where.error(row, "", f"no {key}")
@@ -154,7 +167,12 @@ def _waiver(raw: Mapping[str, Any], where: _Where, row: int) -> Waiver:
     if not isinstance(expiry, datetime.date) or isinstance(expiry, datetime.datetime):
         raise where.error(row, "expiry", f"expiry must be a date without quotes, such as 2027-06-30, got {expiry!r}")
     fingerprint = _fingerprint(raw["fingerprint"], where, row)
-    return Waiver(raw["id"], raw["reason"].strip(), raw["issue"].strip(), expiry, fingerprint, where.line(row))
+    on = raw.get("on", {})
+    if not isinstance(on, dict) or "on" in raw and not isinstance(on.get("backend"), str) or (
+            not all(isinstance(v, str) for v in on.values())):
+        raise where.error(row, "on", f"on must be a table of texts, `backend` and options of it, got {on!r}")
+    return Waiver(raw["id"], raw["reason"].strip(), raw["issue"].strip(), expiry, fingerprint, where.line(row),
+                  tuple(sorted(on.items())))
 
 
 def _fingerprint(raw: Any, where: _Where, row: int) -> Fingerprint:
@@ -197,7 +215,7 @@ def apply(record: Record, waivers: Iterable[Waiver], today: datetime.date) -> Ex
     A pass under a waiver that has not expired is `unexpected_pass`. What is neither a
     pass nor nonconforming (unsupported, error, oom, ...) can't be waived: `none`.
     """
-    mine = [w for w in waivers if matches(w.id, record.id)]
+    mine = [w for w in waivers if w.names(record)]
     alive = [w for w in mine if not w.expired(today)]
     if record.status == Status.PASS:
         return Expectation.UNEXPECTED_PASS if alive else Expectation.NONE
@@ -232,7 +250,7 @@ def usage(waivers: Sequence[Waiver], records: Iterable[Record], today: datetime.
     counts: list[Counter[str]] = [Counter() for _ in waivers]
     for record in records:
         for waiver, count in zip(waivers, counts, strict=True):
-            if matches(waiver.id, record.id):
+            if waiver.names(record):
                 count[apply(record, (waiver,), today).value] += 1
     return [Usage(w, dict(c), w.expired(today)) for w, c in zip(waivers, counts, strict=True)]
 
@@ -242,9 +260,9 @@ def unmatched(waivers: Sequence[Waiver], records: Iterable[Record], today: datet
     return [u.waiver for u in usage(waivers, records, today) if not u.matched]
 
 
-def described(case_id: str, waivers: Iterable[Waiver]) -> dict[str, str]:
-    """Reason, issue and expiry of the first waiver that names this case; empty where none does."""
+def described(record: Record, waivers: Iterable[Waiver]) -> dict[str, str]:
+    """Reason, issue and expiry of the first waiver that is about this record; empty where none is."""
     for w in waivers:
-        if matches(w.id, case_id):
+        if w.names(record):
             return {"id": w.id, "reason": w.reason, "issue": w.issue, "expiry": w.expiry.isoformat()}
     return {}

@@ -182,7 +182,7 @@ class Worker(Run):
         """The verdict under this run's waivers and claim, also of a record that stood there before."""
         expectation = waivers.apply(record, self.waivers, datetime.date.today())
         record.expectation = expectation.value
-        record.waiver = waivers.described(record.id, self.waivers) if expectation.value != "none" else None
+        record.waiver = waivers.described(record, self.waivers) if expectation.value != "none" else None
         required = record.op in self.handed["claimed"] and not refusal(record.check, self.platform)
         record.verdict = verdict_of(record.status, record.expectation, required=required).value
 

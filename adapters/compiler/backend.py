@@ -15,6 +15,8 @@ from typing import Any
 
 from adapters.chip_data import load_file, support_of
 from adapters.compiler import nvcc
+from adapters.compiler.lower import UNINITIALISED, leaves_a_trace, lowered, names_of, used
+from adapters.compiler.programs import BARE, PROGRAMS
 from conformance.protocol import Artefact, Backend, Description, Group, Report, Support, supported, unsupported
 
 HERE = Path(__file__).parent
@@ -55,9 +57,6 @@ class CompilerBackend(Backend):
 
     def compile_static(self, op: str, args: Mapping[str, Any], entry: str) -> Artefact:
         """The cubin or kernel text of an op's program. Raises what TileLang or the vendor's compiler says."""
-        from adapters.compiler.lower import UNINITIALISED, leaves_a_trace, lowered, names_of, used
-        from adapters.compiler.programs import BARE, PROGRAMS
-
         wanted = target(self.target_name)
         module, name, params = PROGRAMS[op](**args)
         build = wanted.program(module, name)
@@ -95,8 +94,6 @@ def target(name: str) -> Any:
 
 def support(name: str) -> dict[str, Support]:
     """What of the ops the target can have: its file, or what a plug-in's target says of itself."""
-    from adapters.compiler.programs import PROGRAMS
-
     file = HERE / f"{name}.toml"
     if name in TARGETS:
         rows = load_file(file)["ops"]
