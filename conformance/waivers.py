@@ -86,8 +86,10 @@ class Waiver:
 
     def names(self, record: Record) -> bool:
         """Whether it is about this record: its case, and the backend that ran it."""
-        if not matches(self.id, record.id):
-            return False
+        return matches(self.id, record.id) and self.ran_by(record)
+
+    def ran_by(self, record: Record) -> bool:
+        """Whether the record is of a run that the waiver is about."""
         return all(record.backend == value if key == "backend" else f"--backend-option={key}={value}" in record.replay
                    for key, value in self.on)
 
@@ -168,7 +170,7 @@ def _waiver(raw: Mapping[str, Any], where: _Where, row: int) -> Waiver:
         raise where.error(row, "expiry", f"expiry must be a date without quotes, such as 2027-06-30, got {expiry!r}")
     fingerprint = _fingerprint(raw["fingerprint"], where, row)
     on = raw.get("on", {})
-    if not isinstance(on, dict) or "on" in raw and not isinstance(on.get("backend"), str) or (
+    if not isinstance(on, dict) or ("on" in raw and not isinstance(on.get("backend"), str)) or (
             not all(isinstance(v, str) for v in on.values())):
         raise where.error(row, "on", f"on must be a table of texts, `backend` and options of it, got {on!r}")
     return Waiver(raw["id"], raw["reason"].strip(), raw["issue"].strip(), expiry, fingerprint, where.line(row),
@@ -256,8 +258,10 @@ def usage(waivers: Sequence[Waiver], records: Iterable[Record], today: datetime.
 
 
 def unmatched(waivers: Sequence[Waiver], records: Iterable[Record], today: datetime.date) -> list[Waiver]:
-    """The waivers that name no case of these records."""
-    return [u.waiver for u in usage(waivers, records, today) if not u.matched]
+    """The waivers about runs of this backend that name no case of these records."""
+    mine = list(records)
+    return [u.waiver for u in usage(waivers, mine, today)
+            if not u.matched and (not u.waiver.on or any(u.waiver.ran_by(r) for r in mine))]
 
 
 def described(record: Record, waivers: Iterable[Waiver]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from conformance import waivers
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
-ENTRY = re.compile(r"^### (.+?)\n.*?```python\n(.*?)```\n\n```text\n(.*?)```", re.M | re.S)
+ENTRY = re.compile(r"^### ([^\n]+)\n(?:(?!^### ).)*?```python\n(.*?)```\n\n```text\n(.*?)```", re.M | re.S)
 PROGRAMS = {title: (code, shown.strip()) for title, code, shown in ENTRY.findall(PAGE)}
 
 

@@ -160,3 +160,30 @@ def test_usage_lists_what_matched_nothing():
     assert (rows[1].matched, rows[1].expired) == (0, True)
     assert "matched nothing; expired on 2026-01-01" in str(rows[1])
     assert waivers.unmatched(ours, [record()], TODAY) == [ours[1]]
+
+
+def test_a_waiver_may_be_of_one_backend_and_its_options():
+    text = """[[waiver]]
+id = "tilelang.cast/*"
+on = { backend = "compiler", target = "ascend" }
+reason = "no rule"
+issue = "x"
+expiry = 2999-01-01
+fingerprint = { status = "fail", reason = "compile" }
+"""
+    (waiver,) = waivers.parse(text)
+    today = datetime.date(2026, 1, 1)
+
+    def record(backend: str, target: str, status: str) -> Record:
+        r = Record("tilelang.cast/compile:dtype=fp32", "tilelang", "tilelang.cast", {}, "compile", "core", status,
+                   reason="compile" if status == "fail" else None, backend=backend)
+        r.replay = ["conformance", "replay", r.id, f"--backend-option=target={target}"]
+        return r
+
+    assert waivers.apply(record("compiler", "ascend", "fail"), (waiver,), today).value == "waived"
+    assert waivers.apply(record("compiler", "ascend", "pass"), (waiver,), today).value == "unexpected_pass"
+    assert waivers.apply(record("compiler", "sm_90a", "pass"), (waiver,), today).value == "none"
+    assert waivers.apply(record("other", "ascend", "fail"), (waiver,), today).value == "none"
+    assert waivers.unmatched((waiver,), [record("compiler", "sm_90a", "pass")], today) == []
+    with pytest.raises(waivers.WaiverError, match="on must be a table"):
+        waivers.parse(text.replace('backend = "compiler", ', ""))
