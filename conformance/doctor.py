@@ -92,7 +92,8 @@ def examine(backend: str, options: dict[str, str], device: str = "0") -> Examina
             return out
         try:
             out.rows.extend(contract_rows(patient, out.usable))
-            out.rows.extend(call_rows(patient, out.usable))
+            if out.rows[-1].test != "alive":
+                out.rows.extend(call_rows(patient, out.usable))
         finally:
             patient.close()
     return out
@@ -138,13 +139,19 @@ class Patient:
 
 
 def contract_rows(patient: Patient, usable: list[str]) -> Iterator[Row]:
-    """The tests that need no op."""
+    """The tests that need no op; of a device that does not answer the first alone: the adapter is not to blame."""
 
     def row(test: str, about: str = "", **request: Any) -> Row:
         got, ended = patient.ask({"cmd": "contract", "test": test, **request})
         return Row(test, about, got["state"], got["text"]) if got else Row(test, about, "failed", ended)
 
-    for test in ("alive", "bytes", "poison", "pool", "beyond"):
+    first = row("alive")
+    if first.state == "failed":
+        first.text += ". Nothing else can be tried on it: reset the device and ask again"
+    yield first
+    if first.state == "failed":
+        return
+    for test in ("bytes", "poison", "pool", "beyond"):
         yield row(test)
     for name in FORMATS:
         yield row("format", name, format=name)

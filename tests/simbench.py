@@ -7,7 +7,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -80,3 +80,19 @@ def reset_device(index: int = 0) -> None:
     device = Device(os.environ["SIMDEV_STATE"], index)
     device.call("reset")
     device.call("close")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a device's file says of its life."""
+
+    lost: int
+    deaths: int
+    resets: int
+    opens: int
+    launches: int
+    fired: int
+
+
+def chip(path: Path) -> Chip:
+    return Chip(*struct.unpack("=6Q", path.read_bytes()))

@@ -154,7 +154,10 @@ class SimDev(Backend):
             self.checked("read", buf.mem, offset, (ctypes.c_char * len(out)).from_buffer(out), len(out))
 
     def memory(self) -> tuple[int, int]:
-        return self.sim.memory()
+        try:
+            return self.sim.memory()
+        except runtime.SimError as e:
+            raise raised(e) from e
 
     def view(self, buf: Buffer, offset: int, spec: TensorSpec) -> Tensor:
         if spec.dtype not in TYPES:
