@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.protocol import Group
+from conformance.protocol import Group, ModuleUnusable
 from tests import chip_fakes as fake
 
 A, B, D, C = (object() for _ in range(4))
@@ -249,3 +249,27 @@ def test_a_wait_gives_what_the_event_gives() -> None:
     with fake.installed(fake.deep_ep(fake.Recorder())):
         event = SimpleNamespace(wait=lambda: ("x", None))
         assert fake.backend("sm90").run("deepep.EventOverlap.wait", dict(event=event)) == ("x", None)
+
+
+def test_programs_come_in_the_text_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, Any]] = []
+
+    def compile(program: Any, **kwargs: Any) -> Any:
+        compiled.append((str(program), kwargs["target"]))
+        return lambda *tensors: None
+
+    monkeypatch.setattr("tilelang.compile", compile)
+    x = torch.zeros(300)
+    for arch in ("sm90", "ascend950"):
+        fake.backend(arch).run("tilelang.gather", dict(x=x, index=torch.zeros(8, dtype=torch.int64), out=x[:8]))
+    (cuda, first), (ascend, second) = compiled
+    assert (first, second) == ("cuda", "ascend")
+    assert "SimtVF" not in cuda
+    assert cuda != ascend
+
+
+def test_a_target_that_no_program_is_written_for_is_refused() -> None:
+    backend = fake.backend("sm90")
+    backend.tilelang_target = "pto"
+    with pytest.raises(ModuleUnusable, match="not written for this: unknown target 'pto'"):
+        backend.adapter("tilelang")

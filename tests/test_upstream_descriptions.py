@@ -131,7 +131,9 @@ FACTS: list[tuple[str, str, dict[str, str], dict[str, Any], bool]] = [
     ("ascend950", "deepep.EPBuffer.dispatch", {"layout": "normal"}, {}, False),
     ("ascend950", "deepep.EPBuffer.combine", {"layout": "expanded", "reduction": "multiple"}, {}, True),
     ("ascend950", "tilelang.transpose", {}, {}, False),
-    ("ascend950", "tilelang.gemm", {"dtype": "bf16", "transpose_a": "no", "transpose_b": "no"}, {}, False),
+    ("ascend950", "tilelang.gemm", {"dtype": "fp64"}, {}, False),
+    ("ascend950", "tilelang.gemm", {"dtype": "bf16"}, {}, True),
+    ("ascend950", "tilelang.elementwise", {"dtype": "bf16"}, {}, False),
 ]
 
 

@@ -75,12 +75,10 @@ def dtype_of(tensor: Any) -> str:
 
 def target_named(name: str) -> Any:
     """The row of `tilelang_programs.target` with this name. Raises Refused where there is none."""
-    targets = _programs("target")
-    for row in vars(targets).values():
-        if isinstance(row, targets.Target) and row.name == name:
-            return row
-    msg = f"the suite's TileLang programs are not written for the target {name} yet"
-    raise Refused(msg)
+    try:
+        return _programs("target").target_of(name)
+    except KeyError as e:
+        raise Refused(f"the suite's TileLang programs are not written for this: {e.args[0]}") from e
 
 
 class Programs:
@@ -228,7 +226,7 @@ class Programs:
         config: Mapping[str, Any] | None = None,
     ) -> Any:
         """The compiled program; compiled or loaded at its first use."""
-        build, target = getattr(_programs(module), program), self.target
+        build, target = self.target.program(module, program), self.target
         params = {**params, **self.altered(program, params, build)}
         key = (target.name, program, *sorted(params.items()))
         if key not in _KERNELS:
