@@ -17,6 +17,7 @@ from conformance.catalogue.load import MODULES
 from conformance.collect import check_names, ops
 from conformance.engine import draw
 from conformance.engine.attempt import Bench
+from conformance.engine.contract import TIMED_ROUNDS
 from conformance.engine.example import build, place, start_cursors
 from conformance.engine.executor import BackendBroken, Executor
 from conformance.engine.layout import row_bytes_of
@@ -35,7 +36,8 @@ REPEATS = 3
 LEFT_S, LEFT_SHARE = 2e-3, 0.2
 """what may be left to wait for after synchronize(): seconds, and share of the call"""
 GROWS = 1.5
-"""least ratio of the times of two calls one of which has at least 16 times the work"""
+"""least ratio of two calls by the backend's timer where the host's clock says at least 4"""
+SLACK_S = 1e-3
 
 
 @dataclass
@@ -181,7 +183,9 @@ def call_rows(patient: Patient, usable: list[str]) -> Iterator[Row]:
         if op is None:
             yield Row("synchronise", module, "unknown", "no op of one rank that this backend declares has a problem")
             continue
-        yield synchronise_row(patient, op, ladder)
+        seen: list[dict[str, Any]] = []
+        yield synchronise_row(patient, op, ladder, seen)
+        yield timer_row(op, seen)
 
 
 def work_ladder(description: Description, module: str) -> tuple[Op | None, list[Problem]]:
@@ -230,8 +234,38 @@ def probe(patient: Patient, op: Op, problem: Problem) -> tuple[dict[str, Any] | 
     return got, ""
 
 
-def synchronise_row(patient: Patient, op: Op, ladder: list[Problem]) -> Row:
-    """Whether anything is left to wait for when synchronize() has returned."""
+def timer_row(op: Op, seen: list[dict[str, Any]]) -> Row:
+    """Whether the backend's timer takes every call, in seconds, and longer for what takes longer.
+
+    seen: the timed calls, smallest work first. The host's clock is the witness: what it can't tell is not judged.
+    """
+
+    def row(state: str, text: str) -> Row:
+        return Row("timer", op.module, state, f"{op.name}: {text}")
+
+    timed = [t for t in seen if t.get("timer_s") is not None]
+    if not timed:
+        return row("unknown", "no call of one step could be timed")
+    for t in timed:
+        took, host = t["timer_s"], t["host_s"]
+        if len(took) != TIMED_ROUNDS or not all(0 < s < float("inf") for s in took):
+            return row("failed", f"time() gave {took} for {TIMED_ROUNDS} rounds; a number of seconds a round is due")
+        if min(took) > 3 * max(host) + SLACK_S:
+            return row("failed", f"time() says {min(took):.3g} s of a call that the host saw end in {max(host):.3g} s: "
+                                 "samples are in seconds")
+    # One process's noise apart: medians of the least and the most work.
+    (small_t, small_h), (large_t, large_h) = (
+        (min(t["timer_s"]), min(t["real_s"])) for t in (timed[0], timed[-1]))
+    if large_h < LONG_ENOUGH_S / 4 or large_h < 4 * small_h:
+        return row("unknown", f"calls took {small_h * 1e3:.3g}, {large_h * 1e3:.3g} ms: too short or too alike to tell")
+    if large_t < GROWS * small_t:
+        return row("failed", f"a call took {large_h / small_h:.3g} times as long as another by the host's clock, but "
+                             f"{large_t / small_t:.3g} times by time(), which must measure the work and not the launch")
+    return row("ok", f"by {timed[0]['clock']}, {small_t * 1e3:.3g} to {large_t * 1e3:.3g} ms")
+
+
+def synchronise_row(patient: Patient, op: Op, ladder: list[Problem], seen: list[dict[str, Any]]) -> Row:
+    """Whether anything is left to wait for when synchronize() has returned; `seen` gets what each size took."""
     whole = 0.0
     for problem in ladder:
         left = []
@@ -244,6 +278,8 @@ def synchronise_row(patient: Patient, op: Op, ladder: list[Problem]) -> Row:
                            f"{op.name}: results still changed after synchronize() had returned; "
                            "it must wait for every stream and queue that a call used")
             times = got["times"]
+            if not left:
+                seen.append(times[-1])
             whole = sum(t["call_s"] + t["wait_s"] for t in times)
             left.append(max(t["reads_s"][0] - min(t["reads_s"][1:]) for t in times))
         if min(left) > max(LEFT_S, LEFT_SHARE * (whole + min(left))):

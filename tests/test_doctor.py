@@ -41,7 +41,7 @@ def rows_of(bench: Bench, mistake: str, wanted: str) -> Iterator[Row]:
         return
     bench.launcher.options["mistake"] = mistake
     patient = Patient(bench)
-    part = call_rows if wanted.startswith("synchronise") else contract_rows
+    part = call_rows if wanted.startswith(("synchronise", "timer")) else contract_rows
     try:
         yield from part(patient, ["deepselect"])
     finally:
@@ -67,6 +67,7 @@ def test_a_good_adapter_has_no_failed_row() -> None:
     states = {named(r): r.state for r in found.rows}
     assert all(states[f"format {f}"] == "ok" for f in FORMATS)
     assert states["pool"] == states["methods deepselect"] == states["synchronise deepselect"] == "ok"
+    assert states["timer deepselect"] == "ok"
     text, code = page("faulty", found, [])
     assert code == 0
     assert "formats" in text

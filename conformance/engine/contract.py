@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ BYTE_SIZES = (1, 100, 4109, 1 << 20)
 FILLS = (0x7F, 0x7E)
 """bytes that memory is filled with: those that a run asks for"""
 POOL_BYTES = 1 << 16
+TIMED_ROUNDS = 3
 ENOUGH_FILLED = 0.9
 """share of a fresh block that must hold the fill: an allocator may keep notes of its own in it"""
 TELLING_ENDS = (b"\xff\xff", b"\x80\x7f", b"\xc0\x7f", b"\x00\x80", b"\x01\x7c")
@@ -358,8 +360,28 @@ class Probe(_Run):
             read(self.backend, self.buffers[-1], 0, 64)
             took.append(clock.monotonic() - start)
         self.times = getattr(self, "times", [])
-        self.times.append({"call_s": called - begun, "wait_s": waited - called, "reads_s": took})
+        self.times.append({"call_s": called - begun, "wait_s": waited - called, "reads_s": took,
+                           **self.timed(raw, kwargs)})
         return result
+
+    def timed(self, raw: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The same call by the backend's own timer, and what the host sees of it."""
+        if len(self.request["steps"]) > 1:
+            return {}
+
+        def call() -> Any:
+            begun, real = clock.monotonic(), time.perf_counter()
+            out = self.server.call(raw["op"], kwargs, raw.get("outs", []))
+            self.backend.synchronize()
+            host.append(clock.monotonic() - begun)
+            real_s.append(time.perf_counter() - real)
+            return out
+
+        host: list[float] = []
+        real_s: list[float] = []  # a timer may know of simulated seconds, or not
+        samples = self.backend.time([call], TIMED_ROUNDS, lambda: None)
+        return {"timer_s": [float(s) for s in samples.seconds], "clock": str(samples.clock), "host_s": host,
+                "real_s": real_s}
 
     def go(self) -> dict[str, Any]:
         return {**super().go(), "times": self.times}
