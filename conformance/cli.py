@@ -257,6 +257,13 @@ def selftest(argv: list[str]) -> int:
     return run_selftest(argv)
 
 
+@command("try the adapters of a chip that is not here, against stand-ins of its packages")
+def rehearse(argv: list[str]) -> int:
+    from conformance.rehearse import main as run_rehearsal
+
+    return run_rehearsal(argv)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     from conformance.backends import UnknownBackend

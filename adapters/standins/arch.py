@@ -20,6 +20,11 @@ class Arch:
     def is_ascend(self) -> bool:
         return self.platform == "ascend"
 
+    @property
+    def error(self) -> str:
+        """What a message of a lost device starts with."""
+        return "aicore exception" if self.is_ascend else "CUDA error"
+
 
 ARCHES = {a.name: a for a in (
     Arch("sm90", "cuda", "cuda", 9, 132),

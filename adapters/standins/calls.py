@@ -37,7 +37,7 @@ class Calls:
         self.kept: list[dict[str, Any]] = []
 
     def add(self, kind: str, name: str, args: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """kind: asked | call | raised | wait. args: by name, as given."""
+        """kind: asked | compile | settings | call | raised | wait. args: by name, as given. more: JSON."""
         line = {"kind": kind, "name": name, "rank": self.rank, "pid": os.getpid(),
                 "args": {k: described(v) for k, v in (args or {}).items()}, **more}
         if not self.path:

@@ -26,6 +26,10 @@ class Package:
         self.deterministic = False
         self.num_sms, self.tc_util, self.pdl, self.npu_arch = self.arch.cores, 100, False, "dav-3510"
 
+    def state(self) -> dict[str, Any]:
+        """Settings as a call finds them."""
+        return {"mk_alignment_for_contiguous_layout": self.alignment, "deterministic_algorithms": self.deterministic}
+
     # 2.2
 
     def bf16_gemm_nt(

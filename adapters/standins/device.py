@@ -31,7 +31,9 @@ class DeviceGone(RuntimeError):
 class Device:
     """Pending work of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, says: str = "device error") -> None:
+        self.says = says
+        """what an error message starts with"""
         self._current: list[Pair] = []
         self._apart: list[list[Pair]] = []
         self._error = ""
@@ -79,7 +81,7 @@ class Device:
 
     def _raise(self) -> None:
         if self._error:
-            msg = f"device error: {self._error}"
+            msg = f"{self.says}: {self._error}"
             raise DeviceGone(msg)
 
 

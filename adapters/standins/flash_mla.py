@@ -19,6 +19,7 @@ CACHE_DTYPES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 INDEX_ROW_ITEMS, INDEX_BASE_BYTES = 8, 32
 SPLIT_ABOVE = 640
 INT_MAX = 2**31 - 1
+ASCEND_LARGEST_EXPONENT = 0xE0
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Package:
         self._vector("topk_length", topk_length, torch.int32, s_q)
         self._index_rows(indices)
         if self.arch.is_ascend and sm_scale <= 0:
-            self.rig.device.trap("sm_scale must be positive")
+            self.rig.device.trap("device-side assert: sm_scale must be positive")
         out = self.kernel.flash_mla_sparse_fwd(q, kv, _least(indices), float(sm_scale), HEAD_DIM, attn_sink,
                                                topk_length)
         return self._late(out)
@@ -205,15 +206,23 @@ class Package:
             self.rig.device.trap("illegal memory access: a slot outside the cache")
 
     def _inline(self, cache: Any) -> Any:
-        """W24 keeps all rows of a page in front of all their scales (2.8); the kernel reads R26's order."""
-        if cache is None or not self.planar:
+        """The cache as the cpu kernel reads it.
+
+        W24 keeps all rows of a page in front of all their scales (2.8). Ascend takes exponent bytes above 0xE0
+        for 0xE0 (3).
+        """
+        if cache is None or not (self.planar or self.arch.is_ascend):
             return cache
         blocks, page, _, width = cache.shape
         data = {FP8_BYTES: 512, FP4_BYTES: 256}[width]
-        flat = cache.reshape(blocks, page * width).view(torch.uint8)
-        rows = flat[:, :page * data].reshape(blocks, page, data)
-        scales = flat[:, page * data:].reshape(blocks, page, width - data)
-        return torch.cat([rows, scales], 2).reshape(blocks, page, 1, width).view(cache.dtype)
+        rows = cache.view(torch.uint8).reshape(blocks, page, width)
+        if self.planar:
+            flat = rows.reshape(blocks, page * width)
+            halves = flat[:, :page * data].reshape(blocks, page, data), flat[:, page * data:].reshape(blocks, page, -1)
+            rows = torch.cat(halves, 2)
+        if self.arch.is_ascend and width == FP8_BYTES:
+            rows = torch.cat([rows[..., :data], rows[..., data:].clamp(max=ASCEND_LARGEST_EXPONENT)], 2)
+        return rows.reshape(blocks, page, 1, width).view(cache.dtype)
 
     def _late(self, results: Any) -> Any:
         pairs = [pending(t) for t in results]

@@ -37,6 +37,7 @@ class Rig:
     stream: StreamOrder | None = None
 
     def __post_init__(self) -> None:
+        self.device.says = self.arch.error
         self.stream = StreamOrder(self.device)
 
     def running(self) -> Any:
@@ -51,14 +52,17 @@ class Rig:
             self.device.in_order()
             yield
 
-    def public(self, row: Row, contract: Callable[..., Any] | None) -> Callable[..., Any]:
+    def public(self, row: Row, package: Any) -> Callable[..., Any]:
         """The public function of a row: binds, records, checks and computes by its contract."""
         first = 1 if row.method else 0
+        contract: Callable[..., Any] | None = getattr(package, row.name.replace(".", "__"), None)
+        state = getattr(package, "state", dict)
 
         @functools.wraps(contract or _no_contract)
         def function(*args: Any, **kwargs: Any) -> Any:
             bound = row.bind(args[first:], kwargs)
-            self.calls.add("call", row.full_name, bound)
+            self.calls.add("call", row.full_name, _flat(row, bound), helper=row.helper,
+                           other=_not_default(row, bound), state=state())
             try:
                 self.device.ready()
                 if contract is None:
@@ -76,6 +80,26 @@ class Rig:
             return Binding(function)
         function.__signature__ = _with_self(row.signature) if row.method else row.signature  # type: ignore[attr-defined]
         return function
+
+
+def _flat(row: Row, bound: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, those that have no parameter of their own too."""
+    out: dict[str, Any] = {}
+    for name, p in row.signature.parameters.items():
+        out.update(bound[name] if p.kind == p.VAR_KEYWORD else {name: bound[name]})
+    return out
+
+
+def _not_default(row: Row, bound: Mapping[str, Any]) -> list[str]:
+    """Parameters that have another value than the one they have by themselves."""
+    out = []
+    for name, p in row.signature.parameters.items():
+        value = bound[name]
+        plain = value is p.default or (
+            type(value) is type(p.default) and isinstance(value, (bool, int, float, str)) and value == p.default)
+        if p.default is not p.empty and not plain:
+            out.append(name)
+    return out
 
 
 def _no_contract() -> None:
@@ -158,7 +182,7 @@ def _modules(package: str, rig: Rig) -> dict[str, ModuleType]:
     for name, cls in classes.items():
         setattr(root, name, cls)
     for row in rows_of(package, rig.arch.platform, rig.releases.get(package, "")):
-        function = rig.public(row, getattr(contract, row.name.replace(".", "__"), None))
+        function = rig.public(row, contract)
         owner, _, last = row.name.rpartition(".")
         if row.name in classes:
             classes[row.name].__init__ = _constructor(function, row)  # type: ignore[misc]

@@ -41,7 +41,7 @@ def as_fp32(
         if arch.name != "sm90":
             host(not disable_cast, "Unsupported architecture or scaling factor types")
             if not exponents(sf).all():
-                rig.device.trap(f"scales of {name}: no power of two")
+                rig.device.trap(f"unspecified launch failure: scales of {name}: no power of two")
         return sf
     packing = {("sm100", torch.int32): 4, ("ascend950", torch.int16): 2}.get((arch.name, sf.dtype), 0)
     host(packing > 0, f"Unsupported architecture or scaling factor types: {sf.dtype} on {arch.name}")

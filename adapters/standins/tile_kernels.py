@@ -27,6 +27,11 @@ class Package:
         self.kernel = tilekernels.Adapter(rig.host)
         self.config__reset_runtime_config()
 
+    def state(self) -> dict[str, Any]:
+        """Settings as a call finds them."""
+        return {f"amax_clamp_{fmt}" + ("_with_e4m3_sf" if e4m3 else ""): clamp
+                for (fmt, e4m3), clamp in self.clamps.items()}
+
     # 1: configuration
 
     def config__reset_runtime_config(self) -> None:
@@ -81,7 +86,7 @@ class Package:
         asserts(scores.dim() == 2 and scores.dtype == torch.float32 and scores.is_contiguous(), "scores")
         asserts(0 < num_topk <= min(scores.shape[1], 32), f"num_topk {num_topk}")
         if not torch.isfinite(scores).all():
-            self.rig.device.trap("assertion: a score is not finite")
+            self.rig.device.trap("device-side assert: a score is not finite")
             scores = torch.nan_to_num(scores)
         return self._late(self.kernel.moe__topk_gate(scores, num_topk))
 

@@ -68,6 +68,11 @@ def functions(module: str) -> tuple[Function, ...]:
     return tuple(out)
 
 
+def package_of(module: str) -> str:
+    """The name under which Python imports a module's package."""
+    return str(read_toml(HERE / f"{module}.toml").get("package", module))
+
+
 def required_checks(op: str) -> Mapping[str, bool | str]:
     """What the catalogue requires of an op. Raises KeyError where it does not cover it."""
     for f in functions(op.partition(".")[0]):
