@@ -41,6 +41,12 @@ class TorchBackend(TorchTiming, Backend):
     device_type = "cpu"
     adapters: Mapping[str, str] = {}
 
+    @classmethod
+    def devices(cls, options: Mapping[str, str]) -> tuple[str, ...]:
+        if cls.device_type == "cpu":
+            return ("0",)
+        return tuple(map(str, range(getattr(torch, cls.device_type).device_count())))
+
     def __init__(self, *, device: str, options: Mapping[str, str], group: Group | None) -> None:
         super().__init__(device=device, options=options, group=group)
         self.before_framework()

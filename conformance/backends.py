@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,47 @@ def check_name(name: str) -> None:
 def describe(name: str, options: Mapping[str, str]) -> Description:
     """The backend's static description. Raises UnknownBackend or BackendUnusable."""
     check_name(name)
+    return _described(name, _ask("describe", name, options))
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """What a run asks first: the description, and the devices of this machine."""
+
+    description: Description
+    found: tuple[str, ...] | None
+    """None where calls run on the host"""
+    why: str = ""
+    """why no device can be had"""
+
+    def devices(self) -> tuple[str, ...] | None:
+        """At least one, or None on the host. Raises BackendUnusable."""
+        if self.why:
+            raise BackendUnusable(self.why)
+        return self.found
+
+
+def set_up(name: str, options: Mapping[str, str]) -> SetUp:
+    """Both in one child process, as starting a framework takes seconds. Raises UnknownBackend or BackendUnusable."""
+    check_name(name)
+    answer = _ask("setup", name, options)
+    description, found = _described(name, answer.get("description")), answer.get("devices")
+    if description.host:
+        return SetUp(description, None)
+    if "why" in answer:
+        why = f"backend {name} can't tell its devices: {answer['why']}"
+    elif not found:
+        why = f"backend {name} finds no device on this machine; `conformance doctor --backend {name}` says more"
+    elif len(set(found)) != len(found):
+        why = f"backend {name}: the names of its devices must differ, got {', '.join(found)}"
+    else:
+        return SetUp(description, tuple(found))
+    return SetUp(description, (), why)
+
+
+def _described(name: str, raw: Any) -> Description:
     try:
-        description = description_from_json(_ask("describe", name, options))
+        description = description_from_json(raw)
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         msg = f"backend {name}: its description is malformed: {type(e).__name__}: {e}"
         raise BackendUnusable(msg) from e

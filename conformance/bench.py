@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from conformance import backends
 from conformance.engine.attempt import Bench
-from conformance.engine.executor import ArenaPool, Launcher
+from conformance.engine.devices import Board, DevicePool
+from conformance.engine.executor import THREAD_VARIABLES, ArenaPool, Launcher
+from conformance.engine.leases import Leases, lease_folder
 
-THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""set to 1 before workers start: with a BLAS pool in each process a run takes six times as long"""
+
+def _say(sentence: str) -> None:
+    if sentence:
+        print(sentence, file=sys.stderr)
 
 
 @contextmanager
 def bench_of(backend: str, options: dict[str, str], inject: str = "") -> Iterator[Bench]:
-    """A bench outside a run. Raises BackendUnusable or UnknownBackend."""
+    """A bench outside a run. Raises BackendUnusable, UnknownBackend or LeaseError."""
     for variable in THREAD_VARIABLES:
         os.environ[variable] = "1"
-    description = backends.describe(backend, options)
+    found = backends.set_up(backend, options)
+    description, devices = found.description, found.devices()
     launchers = [Launcher(backend, device="0", options=options, fork=description.fork_after_import,
                           debug_malloc=debug, inject=inject) for debug in (False, True)]
     profile = {**description.profile, "requirements": dict(description.requirements)}
+    pool = None
+    if devices is not None:
+        leases = Leases(lease_folder(), description.name, description.processes_per_device, "a replay")
+        pool = DevicePool(devices, leases, Board(), waiting=_say)
     try:
-        yield Bench(description, launchers[0], launchers[1], ArenaPool(), profile)
+        yield Bench(description, launchers[0], launchers[1], ArenaPool(), profile, devices=pool)
     finally:
         for launcher in launchers:
             launcher.close()

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from conformance import backends, waivers
-from conformance.bench import THREAD_VARIABLES
 from conformance.budget import left_out, minutes, told
 from conformance.collect import ROOT, UsageError, check_names, ops, ops_by_file
+from conformance.devices import Slots, chosen_devices, device_lines, devices_info, set_up, share_cores
 from conformance.engine import clock
+from conformance.engine.devices import EVENTS_FILE, Board
 from conformance.foreign import BadLine, read_lines
 from conformance.journal import RUNS_VARIABLE, Journal, RunDirError, differing
 from conformance.model import COMPILER, Problem
@@ -53,13 +54,13 @@ class Controller(Worker):
         if dist not in SURVIVING_DIST:
             msg = f"--dist={dist} does not survive a dead worker; use one of {', '.join(SURVIVING_DIST)}"
             raise UsageError(msg)
-        for variable in THREAD_VARIABLES:
-            os.environ[variable] = "1"
         self.progress: Progress | None = None
         self.lost: dict[str, str] = {}
         self.broken = ""
         """why the run directory takes no more"""
         self.failures, self.interrupted = 0, False
+        self.begun_s, self.begun_at = clock.monotonic(), time.time()
+        self.device_rows: list[dict[str, Any]] = []
         waiver_file = o("--waivers")
         waiver_text = ""
         if waiver_file:
@@ -68,7 +69,8 @@ class Controller(Worker):
         # Whatever may be a mistake of the user's comes before the run directory is made.
         fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))
         budget_s = 60 * minutes(self.budget_text) if self.budget_text else None
-        self.description = description = backends.describe(self.backend, self.options)
+        ready = set_up(config)
+        self.description = description = ready.description
         self.scale = scale_of(description_to_json(description))
         self.platform = description.platform
         if claimed and self.platform == COMPILER:
@@ -77,6 +79,8 @@ class Controller(Worker):
         planned = [c.id for c in (*self.legal(), *self.unselected(claimed))]
         found = None if o("--collect-only") else backends.asked_first(
             self.backend, self.options, description, next((d for d in split(o("--devices")) if d != "auto"), "0"))
+        devices = None if o("--collect-only") else chosen_devices(config, ready)
+        self.slots = Slots()
         if self.ordered and getattr(config.option, "maxschedchunk", 1) is None:
             config.option.maxschedchunk = 1  # else workers get long stretches, and the order is lost
         if o("--collect-only"):
@@ -91,9 +95,10 @@ class Controller(Worker):
             "run_dir": str(self.journal.path.resolve()) if self.journal else "",
             "description": description_to_json(description), "waivers": waiver_text,
             "unusable": {m: why for m, why in (found or {}).get("modules", {}).items() if why},
-            "claimed": claimed, "fixed": fixed, "controller": os.getpid(),
+            "claimed": claimed, "fixed": fixed, "controller": os.getpid(), "devices": devices, "slot": 0,
             "deadline": None if budget_s is None else clock.monotonic() + budget_s,
         }
+        share_cores(config)
         Worker.__init__(self, config, handed)
         self.info = run_info(self, description, planned, found)
         self.complaints = backends.complaints(description, ops(self.modules))
@@ -111,7 +116,11 @@ class Controller(Worker):
 
     def pytest_configure_node(self, node: Any) -> None:
         """Called by xdist for each worker before it starts."""
-        node.workerinput["conformance"] = self.handed
+        node.workerinput["conformance"] = {**self.handed, "slot": self.slots.take(node)}
+
+    def pytest_testnodedown(self, node: Any, error: Any) -> None:
+        """Called by xdist before it starts the one that takes the place of a dead worker."""
+        self.slots.free(node)
 
     def pytest_report_header(self) -> str:
         where = f", run directory {self.journal.path}" if self.journal else ""
@@ -126,6 +135,16 @@ class Controller(Worker):
         if reporter is not None and self.journal and self.progress is None:
             total = len(self.selected())
             self.progress = Progress(reporter, self.run_dir, total, live=reporter._tw.hasmarkup)
+            if self.handed["devices"] and self.config.getoption("tx", None):
+                self.progress.watch()
+
+    def waiting(self, sentence: str) -> None:
+        """Without workers: said at once, past the capture of the test that waits."""
+        super().waiting(sentence)
+        capture = self.config.pluginmanager.getplugin("capturemanager")
+        if sentence and self.progress is not None:
+            with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+                self.progress.say(sentence)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
@@ -158,6 +177,11 @@ class Controller(Worker):
         if self.journal is None:
             return
         self.records = self.final_records()
+        self.device_rows = Board(self.run_dir / EVENTS_FILE).read()
+        if self.handed["devices"]:
+            self.info |= devices_info(self.device_rows, self.journal.before)
+        if self.progress is not None:
+            self.progress.stop()
         try:
             self.journal.close(self.records.values(), self.info)
         except RunDirError as e:
@@ -217,6 +241,14 @@ class Controller(Worker):
         if self.budget_text:
             terminalreporter.write_line(told(self.budget_text, self.records.values()))
         write_summary(terminalreporter, self.journal.path, self.records, self.journal.bad, self.waivers)
+        mine = [r for r in self.records.values() if r.started >= self.begun_at]
+        for line in device_lines(self.device_rows, self.handed["devices"], mine, self.seats(),
+                                 clock.monotonic() - self.begun_s):
+            terminalreporter.write_line(line)
+
+    def seats(self) -> int:
+        """How many workers run side by side."""
+        return max(len(self.config.getoption("tx", None) or ()), 1)
 
 
 def _property(report: Any, key: str = CASE_PROPERTY) -> Any:
@@ -275,7 +307,7 @@ def run_info(run: Controller, description: Any, planned: list[str], found: dict[
         "schema_version": SCHEMA_VERSION, "suite_version": packages.get("conformance", "unknown"), "commit": _commit(),
         "command": sys.argv, "seed": run.config.getoption("--seed"), "level": run.level,
         "claim": {"name": run.config.getoption("--claim"), "ops": claimed} if claimed else None,
-        "backend": run.backend, "backend_options": run.options, "device": f"device {run.device()}",
+        "backend": run.backend, "backend_options": run.options, "device": run.handed["devices"] or "host",
         "description": description_to_json(description), "doctor": found,
         "versions": {**packages, **description.versions, **(found or {}).get("versions", {})},
         "host": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version(),

@@ -21,6 +21,7 @@ from conformance.engine.contract import TIMED_ROUNDS
 from conformance.engine.example import build, place, start_cursors
 from conformance.engine.executor import BackendBroken, Executor
 from conformance.engine.layout import row_bytes_of
+from conformance.engine.leases import Lease
 from conformance.engine.limits import problem_limit, support_of, variant_limit
 from conformance.engine.variants import cases_of
 from conformance.model import Op, Problem
@@ -114,10 +115,12 @@ class Patient:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.executor: Executor | None = None
+        self.lease = bench.devices.take(1) if bench.devices is not None else Lease()
 
     def ready(self) -> Executor:
         if self.executor is None or not self.executor.alive:
-            self.executor = Executor(self.bench.launcher, self.bench.pool, call_timeout_s=TEST_TIMEOUT_S)
+            self.executor = Executor(self.bench.launcher, self.bench.pool, 1, TEST_TIMEOUT_S, "",
+                                     self.lease.devices, self.lease.fds)
         return self.executor
 
     def ask(self, request: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
@@ -138,6 +141,7 @@ class Patient:
     def close(self) -> None:
         if self.executor is not None:
             self.executor.kill()
+        self.lease.close()
 
 
 def contract_rows(patient: Patient, usable: list[str]) -> Iterator[Row]:

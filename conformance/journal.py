@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from conformance.engine.devices import EVENTS_FILE
 from conformance.foreign import BadLine, changed_files, manifest, plain_files, read_lines
 from conformance.results import Record, read_run
 
@@ -112,7 +113,7 @@ class Journal:
         _write_whole(self.path / "results.jsonl", lines)
         self.write_info({**info, "closed": True, "finished": time.time()})
         # Only now that everything stands in the merged files.
-        for pattern in ("results-*.jsonl", "problems-*.jsonl", "now-*"):
+        for pattern in ("results-*.jsonl", "problems-*.jsonl", "now-*", EVENTS_FILE):
             for file in self.path.glob(pattern):
                 file.unlink()
         text = json.dumps(manifest(self.path), indent=1, sort_keys=True) + "\n"

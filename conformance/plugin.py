@@ -18,6 +18,8 @@ import pytest
 from conformance import backends, waivers
 from conformance.collect import ROOT, UsageError, ops_by_file
 from conformance.controller import CASE_PROPERTY, RUN_DIR_ERROR, Controller
+from conformance.devices import auto_workers
+from conformance.engine.leases import LeaseError
 from conformance.journal import RunDirError
 from conformance.model import Case
 from conformance.options import OPTIONS, split
@@ -41,12 +43,18 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         check_roots()
         run = Worker(config, worker_input["conformance"]) if worker_input else Controller(config)
-    except (UsageError, backends.UnknownBackend, RunDirError, waivers.WaiverError) as e:
+    except (UsageError, backends.UnknownBackend, RunDirError, LeaseError, waivers.WaiverError) as e:
         raise pytest.UsageError(str(e)) from None
     except backends.BackendUnusable as e:
         pytest.exit(f"inconclusive: {e}", returncode=EXIT_INCONCLUSIVE)
     config.stash[_RUN] = run
     config.pluginmanager.register(run, "conformance-run")
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """`-n auto`: what the backend's devices take; on the host as many as xdist says, one a core."""
+    return auto_workers(config) if config.getoption("--backend") else None
 
 
 def check_roots() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,6 +14,9 @@ from conformance.foreign import BadLine
 
 LOG_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.2
+LOOK_EVERY_S, WAIT_EVERY_S = 2.0, 30.0
+WAITING = "waiting for "
+"""how the text of a worker begins that has no device yet"""
 
 
 class Progress:
@@ -22,6 +27,36 @@ class Progress:
         self.started = clock.monotonic()
         self.shown = time.monotonic()
         self.verdicts: Counter[str] = Counter()
+        self._over = threading.Event()
+
+    def watch(self) -> None:
+        """Say from now on what workers wait for: while all of them do, nothing else would say anything."""
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        told = -WAIT_EVERY_S
+        while not self._over.wait(LOOK_EVERY_S):
+            waits = [text for text in self.now() if text.startswith(WAITING)]
+            if waits and time.monotonic() - told >= WAIT_EVERY_S:
+                told = time.monotonic()
+                more = f" (and {len(waits) - 1} more like it)" if len(waits) > 1 else ""
+                self.say(waits[0] + more)
+
+    def say(self, text: str) -> None:
+        """A line that is seen at once, also in a log."""
+        self.reporter.write_line(text)
+        self.reporter.flush()
+
+    def now(self) -> list[str]:
+        """What each worker is on."""
+        out = []
+        for file in sorted(self.run_dir.glob("now-*")):
+            with contextlib.suppress(OSError):
+                out.append(file.read_text())
+        return out
 
     def done(self, verdict: str) -> None:
         self.verdicts[verdict] += 1
@@ -48,7 +83,7 @@ class Progress:
             self.reporter.write_line(text)
             return
         width = self.reporter._tw.fullwidth - 1
-        on = " | ".join(f.read_text()[:60] for f in sorted(self.run_dir.glob("now-*")) if f.exists())
+        on = " | ".join(text[:60] for text in self.now())
         self.reporter.rewrite(f"{text}  {on}"[:width].ljust(width), erase=True)
 
 

@@ -251,11 +251,14 @@ class Description:
     `tb_s` and `source`; `sizes`: `small` for what is no silicon. Without any, the device's name is looked up, else the
     rates measured in the run stand in for peaks."""
     processes_per_device: int = 1
+    """how many executors may share a device at a time; not used on the host"""
     ranks: tuple[int, ...] = (1,)
     platform: str = "silicon"
     fork_after_import: bool = False
     ask_doctor: bool = False
     """whether a run asks `doctor` first: the backend stands on packages that a machine may lack"""
+    host: bool = False
+    """whether calls run on the host itself: then there is no device to lease, and any number of processes may run"""
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -322,7 +325,17 @@ class Backend:
         """Static data; needs no device, and no vendor library that needs one."""
         raise NotImplementedError
 
+    @classmethod
+    def devices(cls, options: Mapping[str, str]) -> tuple[str, ...]:
+        """The names of this machine's devices, as the constructor takes them; none where none is found.
+
+        Asked in a process of its own, and only where `Description.host` is false. A name must mean the same
+        device in every process of the machine, whatever masks it runs under: leases go by it.
+        """
+        return ("0",)
+
     def __init__(self, *, device: str, options: Mapping[str, str], group: Group | None) -> None:
+        """May raise DeviceLost: then the device is tried again after `recover`, or given up."""
         self.device, self.options, self.group = device, options, group
 
     def doctor(self) -> Report:
@@ -348,7 +361,11 @@ class Backend:
         raise NotImplementedError
 
     def memory(self) -> tuple[int, int] | None:
-        """(free, total) bytes of the device, or None where unknown."""
+        """(free, total) bytes of the device, or None where unknown.
+
+        Asked when a process starts. A problem whose buffers alone exceed the total is `unsupported`; one that
+        exceeds what is free is tried all the same, and is `oom` if `alloc` raises OutOfDeviceMemory.
+        """
         return None
 
     def view(self, buf: Any, offset: int, spec: TensorSpec) -> Any:
@@ -405,7 +422,10 @@ class Backend:
         raise NotImplementedError
 
     def alive(self) -> bool:
-        """Whether the device still answers; within 5 s, also after a failure."""
+        """Whether the device still answers; within 5 s, also after a failure.
+
+        After every failure it is asked in a new process on the same device.
+        """
         raise NotImplementedError
 
     def time(self, calls: Sequence[Callable[[], Any]], rounds: int, flush: Callable[[], None]) -> Samples:
@@ -450,6 +470,11 @@ class Backend:
         return ""
 
     def recover(self, level: int) -> bool:
+        """Bring the device back: level 0 its context, 1 the device, 2 the board. False where that can't be had.
+
+        Called in a new process, one a level, when `alive` was false or gave no answer; `alive` is asked again
+        in another one. A device that no level brings back is given no more cases.
+        """
         return False
 
     def get_settings(self, module: str) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def where_time_went(records: Iterable[Record]) -> str:
             total += r.finished - r.started
             spent.update(r.duration_s)
     start = spent.pop("start", 0.0)
-    total -= start
+    total -= start + spent["wait"] + spent["recover"]
     named = sum(spent[p] for p in PHASES)
     share = (total - named) / total if total > 0 else 0.0
     parts = ", ".join(f"{p} {duration(spent[p])}" for p in PHASES)

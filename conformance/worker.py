@@ -18,7 +18,9 @@ from conformance.engine import clock
 from conformance.engine.attempt import Bench
 from conformance.engine.bringup import LEVEL
 from conformance.engine.compiled import refusal
+from conformance.engine.devices import EVENTS_FILE, Board, DevicePool
 from conformance.engine.executor import ArenaPool, Launcher
+from conformance.engine.leases import Leases, lease_folder
 from conformance.engine.order import most_telling
 from conformance.engine.run import EFFORTS, Config, run_case
 from conformance.engine.wire import die_with_parent
@@ -133,6 +135,7 @@ class Worker(Run):
         self.waivers = waivers.parse(handed["waivers"]) if handed["waivers"] else ()
         self._log: WorkerLog | None = None
         self._config: Config | None = None
+        self._on = ""
 
     def engine_config(self) -> Config:
         if self._config is None:
@@ -141,7 +144,7 @@ class Worker(Run):
             effort = EFFORTS[self.level].with_examples(o("--examples"))
             if o("--shrink-budget") is not None:
                 effort = replace(effort, shrink_s=o("--shrink-budget"))
-            launchers = [Launcher(self.backend, device=self.device(), options=self.options,
+            launchers = [Launcher(self.backend, device="0", options=self.options,
                                   fork=description.fork_after_import, debug_malloc=debug, inject=o("--inject") or "")
                          for debug in (False, True)]
             profile = {**description.profile, "requirements": dict(description.requirements)}
@@ -149,16 +152,22 @@ class Worker(Run):
             bench = Bench(description, launchers[0], launchers[1], ArenaPool(), profile, call_s, o("--compile-timeout"),
                           inline=o("--isolation") == "inline", unusable=self.handed.get("unusable", {}))
             self._log = WorkerLog(self.run_dir, self.name)
+            if self.handed["devices"] is not None:
+                leases = Leases(lease_folder(), description.name, description.processes_per_device,
+                                f"a run in {self.run_dir}")
+                bench.devices = DevicePool(tuple(self.handed["devices"]), leases, Board(self.run_dir / EVENTS_FILE),
+                                           self.handed["slot"],
+                                           self.waiting)
             fixed = {k: [Problem.from_json(p) for p in v] for k, v in self.handed["fixed"].items()} if (
                 self.handed["fixed"] is not None) else None
             self._config = Config(bench, effort, o("--seed"), self.run_dir, self.backend, self.options,
                                   self._log.problem, fixed)
         return self._config
 
-    def device(self) -> str:
-        listed = split(self.config.getoption("--devices"))
-        slot = int("".join(c for c in self.name if c.isdigit()) or 0)
-        return "0" if listed in (["auto"], []) else listed[slot % len(listed)]
+    def waiting(self, sentence: str) -> None:
+        """Say what is waited for; an empty sentence when it is had."""
+        assert self._log is not None
+        self._log.now(sentence or self._on)
 
     def execute(self, case: Case) -> Record:
         config = self.engine_config()
@@ -166,6 +175,7 @@ class Worker(Run):
         if not self.budget.fits(case):
             # Not written down: a case without a line is what --resume goes on with.
             return not_run(case, self, left_out(self.budget_text), case.op.name in self.handed["claimed"])
+        self._on = case.id
         self._log.now(case.id)
         if self.budget.deadline_s is not None:
             shrink_s = min(config.effort.shrink_s, max(self.budget.left_s(), 0.0))
@@ -173,7 +183,9 @@ class Worker(Run):
         began = clock.monotonic()
         record = run_case(case, config)
         self.budget.took(case, clock.monotonic() - began)
-        record.worker, record.device = self.name, config.bench.launcher.device
+        record.worker = self.name
+        if config.bench.devices is None:
+            record.device = config.bench.launcher.device
         self.judge(record)
         self._log.result(record)
         return record

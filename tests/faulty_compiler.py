@@ -17,7 +17,8 @@ class Compiler(Backend):
 
     @classmethod
     def describe(cls, options: Mapping[str, str]) -> Description:
-        return Description("faulty", {"tilelang.*": supported()}, platform="compiler", fork_after_import=True)
+        return Description("faulty", {"tilelang.*": supported()}, platform="compiler", fork_after_import=True,
+                           host=True)
 
     def compile_static(self, op: str, args: Mapping[str, Any], entry: str) -> Artefact:
         mode, folder = self.options.get("mode", "good"), Path(self.options.get("folder", "."))

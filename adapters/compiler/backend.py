@@ -35,7 +35,7 @@ class CompilerBackend(Backend):
         """Raises ValueError where the target is missing or unknown."""
         name = target_name(options)
         return Description(name=f"tilelang {name.rpartition(':')[2]}", ops=support(name), platform="compiler",
-                           fork_after_import=True, versions=versions(name))
+                           host=True, fork_after_import=True, versions=versions(name))
 
     @classmethod
     def preload(cls, module: str) -> None:

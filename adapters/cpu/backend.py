@@ -38,6 +38,7 @@ class CpuBackend(TorchBackend):
         Knobs.parse(options.get("knobs", ""))
         return Description(
             name="cpu", ops=OPS, requirements=REQUIREMENTS, profile=PROFILE, ranks=(1, 2, 4), fork_after_import=True,
+            host=True,
             versions={"torch": torch.__version__},
             peaks={"sizes": "small", "source": "measured in the run: no published figure is about this host"},
         )

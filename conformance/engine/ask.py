@@ -1,6 +1,6 @@
 """Asks a backend class one static question in a process of its own; the answer is JSON on the last line.
 
-`python -m conformance.engine.ask describe|doctor NAME DEVICE OPTIONS PARENT`
+`python -m conformance.engine.ask describe|setup|doctor NAME DEVICE OPTIONS PARENT`
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from conformance.backend_class import load_backend_class
 from conformance.engine.wire import die_with_parent, said
-from conformance.protocol import Backend, Report, description_to_json
+from conformance.protocol import Backend, Description, Report, description_to_json
 
 
 def main() -> None:
@@ -23,6 +23,9 @@ def main() -> None:
         opts = json.loads(options)
         if what == "describe":
             answer = {"answer": description_to_json(cls.describe(opts))}
+        elif what == "setup":
+            description = cls.describe(opts)
+            answer = {"answer": {"description": description_to_json(description), **_devices(cls, opts, description)}}
         else:
             r, constructed = _doctor(cls, device, opts)
             answer = {"answer": {"versions": dict(r.versions), "devices": list(r.devices), "modules": dict(r.modules),
@@ -31,6 +34,16 @@ def main() -> None:
     except BaseException as e:
         text = json.dumps({"error": said(e)})
     sys.stdout.write("\n" + text + "\n")
+
+
+def _devices(cls: type[Backend], options: dict[str, str], description: Description) -> dict[str, Any]:
+    """`devices`, or `why` they can't be told: that is no reason to keep the description back."""
+    if description.host:
+        return {"devices": None}
+    try:
+        return {"devices": [str(d) for d in cls.devices(options)]}
+    except BaseException as e:
+        return {"devices": [], "why": said(e)}
 
 
 def _doctor(cls: type[Backend], device: str, options: dict[str, str]) -> tuple[Report, bool]:

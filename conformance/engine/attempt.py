@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 
 from conformance.engine import judge
+from conformance.engine.care import DeviceCare, beyond_memory, short_of_memory
 from conformance.engine.clock import monotonic
+from conformance.engine.devices import DevicePool
 from conformance.engine.example import Example, build, digests, place, start_cursors
-from conformance.engine.executor import ArenaPool, Executor, Launcher
+from conformance.engine.executor import ArenaPool, Executor, Launcher, LostAtStart
 from conformance.engine.inline import InlineExecutor
 from conformance.engine.judge import Finding, Seen
 from conformance.model import Op, Problem
 from conformance.protocol import Description
+from conformance.results import Record
 from references.expected import Expected
 
 
@@ -33,6 +36,8 @@ class Bench:
     case_timeout_s: float = 20.0
     compile_timeout_s: float = 300.0
     settle_s: float = 0.25
+    devices: DevicePool | None = None
+    """where the backend has devices of its own, each used by one case at a time"""
     inline: bool = False
     """run in this process: for debuggers"""
     timing: Any = None
@@ -98,6 +103,8 @@ class Attempts:
 
     def __init__(self, bench: Bench, op: Op, clock: Clock, *, debug_malloc: bool = False) -> None:
         self.bench, self.op, self.clock = bench, op, clock
+        self.care: DeviceCare | None = None
+        """of the devices that are leased for this case"""
         self.launcher = bench.debug_launcher if debug_malloc else bench.launcher
         self.debug_malloc = debug_malloc
         self.executor: Executor | InlineExecutor | None = None
@@ -106,6 +113,10 @@ class Attempts:
         self.first_times: list[float] = []
         """of the first run in a process, which imports and warms up"""
         self.hung = False
+        self.suspect = False
+        """whether something failed since the devices were last seen to answer"""
+        self.sent = 0
+        """runs that were asked for"""
 
     def limit_s(self, shrinking: bool) -> float:
         """How long a run may take. Making a hang small must end: then ten times the usual is hung already."""
@@ -116,24 +127,66 @@ class Attempts:
         return min(full, max(10 * usual, 4 * max(self.first_times, default=0.0), 0.2) + 0.2)
 
     def ready(self, fresh: bool) -> Executor | InlineExecutor:
-        if self.executor is not None and (fresh or not self.executor.alive):
-            self.executor.kill()
-            self.executor = None
+        """An executor to run on; `fresh`: that has run nothing. Raises BackendBroken, DeviceGone."""
+        self.examine()
+        if self.executor is not None and (not self.executor.alive or (fresh and self.executor.runs)):
+            self.end()
         if self.executor is None:
             with self.clock.timed("start"):
-                self.executor = self._start()
+                try:
+                    self.executor = self._start()
+                except LostAtStart as e:
+                    if self.care is None:
+                        raise
+                    self.care.revive(e.device)
+                    self.executor = self._start()
+                if self.care is not None:
+                    self.care.works()
         return self.executor
 
     def _start(self) -> Executor | InlineExecutor:
         bench, op = self.bench, self.op
+        devices, fds = (self.care.lease.devices, self.care.lease.fds) if self.care else ([], [])
         if bench.inline:
-            return InlineExecutor(self.launcher, bench.pool)
-        return Executor(self.launcher, bench.pool, op.ranks, bench.case_timeout_s, op.module)
+            return InlineExecutor(self.launcher, bench.pool, *devices)
+        return Executor(self.launcher, bench.pool, op.ranks, bench.case_timeout_s, op.module, devices, fds)
+
+    def lease_devices(self, record: Record) -> None:
+        """Wait for the devices that the case needs, where the backend has any. Raises TooFewDevices, LeaseError."""
+        pool = self.bench.devices
+        if pool is None:
+            return
+        with self.clock.timed("wait"):
+            lease = pool.take(self.op.ranks)
+        self.care = DeviceCare(pool, lease, self.launcher, self.bench.pool, self.op.module, record.id)
+        record.device = ",".join(lease.devices)
+
+    def end(self) -> None:
+        """Kill the executor. A device whose process can't be killed is given up. Raises DeviceGone."""
+        executor, self.executor = self.executor, None
+        if executor is not None:
+            executor.kill()
+            if self.care is not None:
+                self.care.stuck(executor.stuck)
+
+    def examine(self) -> None:
+        """After a failure: whether the devices still answer, and what it takes. Raises DeviceGone."""
+        if self.suspect and self.care is not None and not self.bench.inline:
+            self.suspect = False
+            with self.clock.timed("recover"):
+                self.end()
+                self.executor = self.care.examine()
 
     def close(self) -> None:
-        if self.executor is not None:
-            self.executor.kill()
-            self.executor = None
+        """End the case's processes and let go of its devices. Raises DeviceGone."""
+        try:
+            self.examine()
+        finally:
+            try:
+                self.end()
+            finally:
+                if self.care is not None:
+                    self.care.lease.close()
 
     def example(self, problem: Problem, *, judged: bool, **kw: Any) -> Example:
         return build(self.op, problem, self.bench.description.requirements, judged=judged, **kw)
@@ -149,8 +202,14 @@ class Attempts:
         executor = self.ready(fresh)
         with self.clock.timed("draw"):
             requests = self._requests(executor, out.examples, settle)
+        needed = [max(sum(b["nbytes"] for b in r[rank]["buffers"]) for r in requests) for rank in range(self.op.ranks)]
+        too_large = beyond_memory(needed, executor.memory)
+        if too_large:
+            out.findings.append(Finding("unsupported", "prepare", None, too_large))
+            return out
         for r in requests:
             executor.send(r)
+        self.sent += 1
         with self.clock.timed("oracle"):
             for example in out.examples:
                 if not self._ask_oracle(example, out):
@@ -162,10 +221,13 @@ class Attempts:
             compile_s = max((a.get("compile_s", 0.0) for a in outcome.answers if a), default=0.0)
             self.clock["compile"] += compile_s
             self.clock["run"] -= compile_s
+            self.clock["device"] += outcome.run_s * self.op.ranks
             out.run_s += outcome.run_s
             bad = judge.ended_badly(outcome)
             if bad:
-                self._note_death(executor, bad)
+                self._note_death(executor, bad, len(out.examples) - i - 1)
+                if bad.status == "oom":
+                    bad.message += short_of_memory(needed, executor.memory)
                 out.findings.append(bad)
                 break
             self.times.append(outcome.run_s)
@@ -222,11 +284,17 @@ class Attempts:
         out.findings.extend(seen.findings)
         return seen
 
-    def _note_death(self, executor: Executor, bad: Finding) -> None:
+    def _note_death(self, executor: Executor | InlineExecutor, bad: Finding, under_way: int) -> None:
+        if bad.status == "unsupported" and executor.alive:
+            # Their answers would be taken for those of the next problem.
+            for _ in range(under_way):
+                executor.collect(self.bench.case_timeout_s, self.bench.compile_timeout_s)
+            return
         self.hung |= bad.status == "timeout"
         if bad.status in ("crash", "timeout", "oom") or not executor.alive:
             self.deaths += 1
-            executor.kill()
+        executor.kill()
+        self.suspect = True
 
 
 def with_seed(problem: Problem, seed: int) -> Problem:

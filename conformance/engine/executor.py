@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from conformance.engine import clock
+from conformance.engine.oom import oom_kills
 from conformance.engine.serve import PHASES
 from conformance.engine.wire import Arena, Closed, TimedOut, recv, send
 
 ROOT = Path(__file__).resolve().parents[2]
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""1 in every executor: with a BLAS pool in each process a run takes six times as long"""
 KILL_WAIT_S = 2.0
 GRACE_S = 0.2
 """how long the peers of a rank that failed are heard"""
@@ -42,7 +45,15 @@ MALLOC_DEBUG = {"LD_PRELOAD": "libc_malloc_debug.so.0",
 
 
 class BackendBroken(Exception):
-    """A backend can't be imported or constructed."""
+    """A backend can't be imported or constructed. `device`: on which one, where it came to that."""
+
+    def __init__(self, message: str, device: str = "") -> None:
+        super().__init__(message)
+        self.device = device
+
+
+class LostAtStart(BackendBroken):
+    """The constructor says that its device is lost."""
 
 
 @dataclass
@@ -54,6 +65,8 @@ class Death:
     step: int
     stderr: str
     rank: int = 0
+    oom_killed: bool = False
+    """meanwhile the kernel's out-of-memory killer ended a process of this control group"""
     cut: bool = False
     """it lived on, but its connection was closed or carried something that is no message"""
 
@@ -98,6 +111,7 @@ class Launcher:
         self.backend, self.device, self.options = backend, device, dict(options)
         self.can_fork, self.inject, self.start_timeout_s = fork, inject, start_timeout_s
         self.env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        self.env |= dict.fromkeys(THREAD_VARIABLES, "1")
         if debug_malloc:
             self.env |= MALLOC_DEBUG
         self.zygote: tuple[subprocess.Popen[bytes], socket.socket] | None = None
@@ -135,21 +149,22 @@ class Launcher:
             self.zygote = proc, ours
         return self.zygote[1]
 
-    def launch(self, fds: tuple[int, int, int], spec: Mapping[str, Any]) -> tuple[int, Any]:
-        """(pid, Popen or None) of a new executor with these descriptors: socket, arena, stderr."""
+    def launch(self, fds: tuple[int, ...], spec: Mapping[str, Any]) -> tuple[int, Any]:
+        """(pid, Popen or None) of a new executor with these descriptors: socket, arena, stderr, and the lease's."""
         self.starts += 1
         if len(self.broken) >= MOST_FAILED_STARTS:
             raise BackendBroken(self.broken[-1])
         if not self.can_fork:
             argv = [sys.executable, "-m", "conformance.engine.spawned", str(fds[0]), str(fds[1]), self.backend,
                     str(os.getpid())]
-            proc = subprocess.Popen(argv, cwd=ROOT, env=self.env, stdin=subprocess.PIPE, pass_fds=fds[:2],
+            proc = subprocess.Popen(argv, cwd=ROOT, env=self.env, stdin=subprocess.PIPE,
+                                    pass_fds=(*fds[:2], *fds[3:]),
                                     stdout=fds[2], stderr=fds[2], start_new_session=True)
             assert proc.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 import json
 
-                proc.stdin.write(json.dumps(spec).encode())
+                proc.stdin.write(json.dumps({**spec, "lease_fds": fds[3:]}).encode())
                 proc.stdin.close()
             return proc.pid, proc
         for _ in range(2):
@@ -162,7 +177,7 @@ class Launcher:
         msg = f"backend {self.backend}: the process that forks executors {how} as it loaded {spec.get('module')!r}"
         raise BackendBroken(msg)
 
-    def _forked(self, fds: tuple[int, int, int], spec: Mapping[str, Any]) -> int:
+    def _forked(self, fds: tuple[int, ...], spec: Mapping[str, Any]) -> int:
         sock = self._zygote()
         send(sock, dict(spec), fds)
         while True:
@@ -179,6 +194,8 @@ class Launcher:
             # As long as it is not waited for, the number of its group can't be another's.
             end_group(proc)
             code = proc.returncode
+            if code is None:
+                return None
             return code << 8 if code >= 0 else -code
         end = time.monotonic() + timeout_s
         while pid not in self.exits and self.zygote is not None:
@@ -197,12 +214,17 @@ class Launcher:
         self.exits.clear()
 
 
-def end_group(proc: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads a group of its own, and all of the group."""
+def end_group(proc: subprocess.Popen[bytes]) -> bool:
+    """Kill a process that leads a group of its own, and all of the group. Whether it is gone.
+
+    What is stuck in a driver does not die; it is not waited for.
+    """
     if proc.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(proc.pid, signal.SIGKILL)
-        proc.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            proc.wait(KILL_WAIT_S)
+    return proc.returncode is not None
 
 
 def _checked(answer: Any) -> dict[str, Any]:
@@ -237,6 +259,9 @@ class _Rank:
     arena: Arena
     pid_fd: int | None
     """names this process and no later one of the same number; None where it was gone at once"""
+    device: str = ""
+    memory: list[int] | None = None
+    """[free, total] bytes of the device as it started"""
     ended: bool = False
 
 
@@ -256,10 +281,16 @@ class Executor:
     """One process, or a group of ranks, that runs calls until it dies or is closed."""
 
     def __init__(self, launcher: Launcher, pool: ArenaPool, ranks: int = 1, call_timeout_s: float = 20.0,
-                 module: str = "") -> None:
+                 module: str = "", devices: Sequence[str] = (), lease_fds: Sequence[int] = ()) -> None:
+        """`devices`: one a rank, else the launcher's; each process holds the lease of its own."""
         self.module = module
+        self.devices = list(devices) or [launcher.device] * ranks
+        self.lease_fds = list(lease_fds)
+        self.oom_kills = oom_kills()
         self.launcher, self.size, self.attempt = launcher, ranks, launcher.starts
         self.alive = True
+        self.stuck: list[str] = []
+        """devices whose process did not die when it was killed: it is left behind, and holds its device"""
         self.runs = 0
         self.calls: list[str] = []
         """what the run under way calls, in order"""
@@ -270,6 +301,9 @@ class Executor:
                 self.ranks.append(self._start(i, a, call_timeout_s))
             for rank in self.ranks:
                 self._hello(rank)
+        except LostAtStart:
+            self.kill()
+            raise
         except BackendBroken as e:
             self.kill()
             if len(launcher.broken) < MOST_FAILED_STARTS:
@@ -280,14 +314,15 @@ class Executor:
     def _start(self, index: int, arena: Arena, timeout_s: float) -> _Rank:
         ours, theirs = socket.socketpair()
         stderr_fd = os.memfd_create("stderr")
-        spec: dict[str, Any] = {"device": self.launcher.device, "options": self.launcher.options,
+        spec: dict[str, Any] = {"device": self.devices[index], "options": self.launcher.options,
                                 "inject": self.launcher.inject, "group": None, "module": self.module}
         if self.size > 1:
             spec["group"] = {"rank": index, "size": self.size, "local_rank": index, "node": 0,
                              "rendezvous": f"{self.folder}/meet", "attempt": self.attempt, "timeout_s": timeout_s}
         arena.view[0] = arena.view[1] = 0
         try:
-            pid, proc = self.launcher.launch((theirs.fileno(), arena.fd, stderr_fd), spec)
+            pid, proc = self.launcher.launch(
+                (theirs.fileno(), arena.fd, stderr_fd, *self.lease_fds[index : index + 1]), spec)
         except BackendBroken:
             ours.close()
             os.close(stderr_fd)
@@ -297,16 +332,20 @@ class Executor:
         pid_fd = None
         with contextlib.suppress(ProcessLookupError):
             pid_fd = os.pidfd_open(pid)
-        return _Rank(pid, proc, ours, stderr_fd, arena, pid_fd)
+        return _Rank(pid, proc, ours, stderr_fd, arena, pid_fd, self.devices[index])
 
     def _hello(self, rank: _Rank) -> None:
         try:
-            recv(rank.sock, self.launcher.start_timeout_s)
+            hello, _ = recv(rank.sock, self.launcher.start_timeout_s)
         except (Closed, TimedOut) as e:
             tail = _tail(rank.stderr_fd)
             how = "hung" if isinstance(e, TimedOut) else "ended"
             msg = f"backend {self.launcher.backend}: its constructor {how}.\n{tail}"
-            raise BackendBroken(msg) from e
+            raise BackendBroken(msg, rank.device) from e
+        if "lost" in hello:
+            msg = f"backend {self.launcher.backend}: its constructor says that device {rank.device} is lost: "
+            raise LostAtStart(msg + str(hello["lost"]), rank.device)
+        rank.memory = hello.get("memory")
 
     @property
     def arenas(self) -> list[Arena]:
@@ -318,6 +357,28 @@ class Executor:
         for rank, request in zip(self.ranks, requests, strict=True):
             with contextlib.suppress(Closed):
                 send(rank.sock, request)
+
+    @property
+    def memory(self) -> list[list[int] | None]:
+        """[free, total] bytes of each rank's device as it started, None where unknown."""
+        return [r.memory for r in self.ranks]
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
+        """The first rank's answer to a question that is no run. None where there is none in time; then it is gone."""
+        rank = self.ranks[0]
+        # What recovery takes is the device's own time; whether it answers at all is asked in real time.
+        now = clock.monotonic if request["cmd"] == "recover" else time.monotonic
+        end = now() + timeout_s
+        with contextlib.suppress(Closed, TimedOut):
+            send(rank.sock, request)
+            while (left := end - now()) > 0:
+                if self._ready({0}, min(left, LOOK_EVERY_S)):
+                    answer = recv(rank.sock, KILL_WAIT_S)[0]
+                    if isinstance(answer, dict):
+                        return answer
+                    break
+        self.kill()
+        return None
 
     def collect(self, timeout_s: float, compile_timeout_s: float = 0.0) -> Outcome:
         """The answers of one run. The first rank that dies or is late ends the whole group.
@@ -393,7 +454,9 @@ class Executor:
             signal.pidfd_send_signal(rank.pid_fd, signal.SIGKILL)
         status = self.launcher.reap(rank.pid, rank.proc, KILL_WAIT_S)
         rank.ended = True
-        return Death(status, phase, rank.arena.view[1], _tail(rank.stderr_fd), index, cut)
+        killed = status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        by_kernel = killed and oom_kills() > self.oom_kills
+        return Death(status, phase, rank.arena.view[1], _tail(rank.stderr_fd), index, by_kernel, cut)
 
     def _forget_printed(self) -> None:
         """Give back what was printed, where it is much: it is memory."""
@@ -418,6 +481,8 @@ class Executor:
             rank.sock.close()
             if not rank.ended:
                 self.launcher.reap(rank.pid, rank.proc, KILL_WAIT_S)
+            if rank.pid_fd is not None and not select.select([rank.pid_fd], [], [], 0)[0]:
+                self.stuck.append(rank.device)
             os.close(rank.stderr_fd)
             if rank.pid_fd is not None:
                 os.close(rank.pid_fd)

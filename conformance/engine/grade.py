@@ -9,6 +9,7 @@ from typing import Any
 from conformance.catalogue.peaks import Claim, chip_named, chips, claims
 from conformance.engine.attempt import Bench
 from conformance.engine.executor import Executor
+from conformance.engine.leases import Lease
 from conformance.engine.timing_stats import Interval
 from conformance.model import Cost
 from conformance.speed import TimedCase
@@ -48,10 +49,10 @@ class Rates:
         return None if self.nominal else self.attained.get("fp32")
 
 
-def rates_of(bench: Bench) -> Rates:
+def rates_of(bench: Bench, lease: Lease) -> Rates:
     """Measured once a bench, published ones looked up: by the description, else by the name that the driver gives."""
     if bench.rates is None:
-        executor = Executor(bench.launcher, bench.pool, 1, bench.case_timeout_s)
+        executor = Executor(bench.launcher, bench.pool, 1, bench.case_timeout_s, "", lease.devices[:1], lease.fds[:1])
         try:
             executor.send([{"cmd": "rates"}])
             answer = executor.collect(RATES_TIMEOUT_S).answers[0] or {}

@@ -14,18 +14,20 @@ from conformance.engine.wire import Arena
 class InlineExecutor:
     """Answers like an Executor of one rank; a crash of the backend is a crash of the run."""
 
-    def __init__(self, launcher: Launcher, pool: ArenaPool) -> None:
+    def __init__(self, launcher: Launcher, pool: ArenaPool, device: str = "") -> None:
         self.alive, self.runs = True, 0
+        self.stuck: list[str] = []
         self.arenas: list[Arena] = pool.take(1)
         self._queue: list[Mapping[str, Any]] = []
         spec = {"inject": launcher.inject}
         try:
             cls = load_backend_class(launcher.backend)
-            backend = cls(device=launcher.device, options=launcher.options, group=None)
+            backend = cls(device=device or launcher.device, options=launcher.options, group=None)
         except Exception as e:
             msg = f"backend {launcher.backend}: {type(e).__name__}: {e}"
             raise BackendBroken(msg) from e
         self.server = Server(self.arenas[0], backend, spec)
+        self.memory = [self.server.memory()]
 
     def send(self, requests: Sequence[Mapping[str, Any]]) -> None:
         self._queue.extend(requests)

@@ -77,6 +77,9 @@ def ended_badly(outcome: Outcome) -> Finding | None:
         tail = f"\n{d.stderr[-1500:]}" if d.stderr else ""
         who = f"rank {d.rank}: " if len(outcome.answers) > 1 else ""
         phase = d.phase if d.phase != "idle" else "teardown"
+        if d.oom_killed:
+            return Finding("oom", phase, None, f"{who}the kernel's out-of-memory killer ended the process in phase "
+                           f"{phase}: the host's memory, or that of this control group, is too small")
         heap = HEAP_DAMAGE.search(d.stderr) if d.signal == signal.SIGABRT else None
         if heap:
             return Finding("fail", phase, "oob_write", f"{who}the call wrote outside a block of memory: the allocator "

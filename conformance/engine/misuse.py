@@ -39,6 +39,7 @@ def run_misuse(attempts: Attempts, problem: Problem) -> Attempt:
     with attempts.clock.timed("draw"):
         request = attempts._requests(executor, [bad], settle=False)[0]
     executor.send(request)
+    attempts.sent += 1
     with attempts.clock.timed("run"):
         outcome = executor.collect(attempts.limit_s(False), attempts.bench.compile_timeout_s)
     out.examples.append(bad)
@@ -46,6 +47,7 @@ def run_misuse(attempts: Attempts, problem: Problem) -> Attempt:
     died = outcome.death is not None or bool(outcome.timed_out)
     if died:
         attempts.deaths += 1
+        attempts.suspect = True
     if not out.findings and m.kind != "trap":
         good = attempts.run(problem)
         out.seen, out.digests, out.expected = good.seen, good.digests, good.expected

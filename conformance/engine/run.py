@@ -12,9 +12,11 @@ from typing import Any
 
 from conformance.engine import draw, misuse, relations, tiles
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
+from conformance.engine.care import Losses
 from conformance.engine.checks import CHECKS, Check, counted
 from conformance.engine.clock import monotonic
 from conformance.engine.compiled import refusal, run_compile
+from conformance.engine.devices import DeviceGone, TooFewDevices
 from conformance.engine.executor import BackendBroken
 from conformance.engine.judge import Finding, rejected_share
 from conformance.engine.keep import keep
@@ -90,20 +92,38 @@ class Config:
 
 
 def run_case(case: Case, config: Config) -> Record:
-    """Try one case and say how it went. Raises nothing but interrupts."""
-    record = Record(case.id, case.op.module, case.op.name, dict(case.variant), case.check, config.effort.level, "error",
-                    seed=config.seed, backend=config.backend, started=time.time())
-    clock = Clock()
-    runner = TimingRun(case, config.bench, config.seed, record, clock) if isinstance(case, TimedCase) else _CaseRun(
-        case, config, record, clock)
-    try:
-        runner.go()
-    except BackendBroken as e:
-        record.status, record.phase, record.message = "error", "collect", str(e)
-    except Exception as e:
-        record.status, record.message = "error", f"the suite failed: {type(e).__name__}: {e}\n{traceback.format_exc()}"
-    finally:
-        runner.close()
+    """Try one case and say how it went. Raises nothing but interrupts.
+
+    A case that lost its device for good is tried once more, on another one.
+    """
+    clock, losses = Clock(), Losses(config.bench.devices, case.op.ranks)
+    started = time.time()
+    while True:
+        record = Record(case.id, case.op.module, case.op.name, dict(case.variant), case.check, config.effort.level,
+                        "error", seed=config.seed, backend=config.backend, started=started,
+                        attempt=losses.attempts + 1)
+        runner = TimingRun(case, config.bench, config.seed, record, clock) if isinstance(case, TimedCase) else _CaseRun(
+            case, config, record, clock)
+        try:
+            try:
+                runner.go()
+            finally:
+                runner.close()
+        except TooFewDevices as e:
+            record.status, record.message = "not_run", str(e)
+        except DeviceGone as e:
+            if losses.again(e, runner.attempts):
+                continue
+            losses.tell(record)
+        except BackendBroken as e:
+            if losses.elsewhere(e, runner.attempts):
+                continue
+            record.status, record.phase, record.message = "error", "collect", str(e)
+        except Exception as e:
+            text = f"the suite failed: {type(e).__name__}: {e}\n{traceback.format_exc()}"
+            record.status, record.message = "error", text
+        break
+    losses.note(record)
     record.duration_s = {k: round(v, 6) for k, v in clock.items()}
     record.finished = time.time()
     record.replay = ["conformance", "replay", case.id, f"--backend={config.backend}", f"--seed={config.seed}",
@@ -162,6 +182,7 @@ class _CaseRun:
             record.status, record.message = "not_run", missing
             return
         self.attempts = Attempts(config.bench, case.op, self.clock, debug_malloc=self.check.debug_malloc)
+        self.attempts.lease_devices(record)
         if config.fixed is None and config.effort.drawn:
             self.across = [p for p in tiles.problems(case, self.support.tiles, config.seed)
                            if not self.outside(p) and draw.work(case.op, p) <= config.effort.max_work]
@@ -208,6 +229,7 @@ class _CaseRun:
             record.domain = {"kind": kind}
             return
         self.attempts = Attempts(config.bench, case.op, self.clock)
+        self.attempts.lease_devices(record)
         record.domain = {"limits": [dict(r) for r in self.support.limits]}
         run_compile(case, record, self.attempts, config.seed, config.run_dir, self.clock, confirm=config.confirm)
 

@@ -54,8 +54,13 @@ class Unreadable(Exception):
 def serve(sock: socket.socket, arena: Arena, backend_class: type[Backend], spec: Mapping[str, Any]) -> None:
     """Answer requests until the worker hangs up."""
     group = Group(**spec["group"]) if spec.get("group") else None
-    server = Server(arena, backend_class(device=spec["device"], options=spec["options"], group=group), spec)
-    send(sock, {"ready": True})
+    try:
+        backend = backend_class(device=spec["device"], options=spec["options"], group=group)
+    except DeviceLost as e:
+        send(sock, {"lost": said(e)})
+        return
+    server = Server(arena, backend, spec)
+    send(sock, {"ready": True, "memory": server.memory()})
     while True:
         try:
             request, _ = recv(sock)
@@ -86,8 +91,12 @@ class Server:
             return {"rates": self.backend.attainable(), "name": self.backend.device_name(), "run_s": 0.0, "steps": [1]}
         if command == "compile":
             return self.compile(request)
-        if command == "alive":
-            return {"alive": self.backend.alive()}
+        if command in ("alive", "recover"):
+            try:
+                done = self.backend.alive() if command == "alive" else self.backend.recover(request["level"])
+            except Exception as e:
+                return {command: False, "why": said(e)}
+            return {command: bool(done)}
         if command == "doctor":
             r = self.backend.doctor()
             return {"versions": dict(r.versions), "devices": list(r.devices), "modules": dict(r.modules)}
@@ -97,6 +106,14 @@ class Server:
             return contract.answer(self, request)
         msg = f"unknown command {command!r}"
         raise ValueError(msg)
+
+    def memory(self) -> list[int] | None:
+        """[free, total] bytes of the device, or None where that can't be had."""
+        try:
+            found = self.backend.memory()
+            return None if found is None else [int(n) for n in found]
+        except Exception:
+            return None
 
     def call(self, op: str, kwargs: dict[str, Any], outs: list[str]) -> Any:
         try:

@@ -22,6 +22,7 @@ from conformance.engine.executor import Executor, Outcome
 from conformance.engine.grade import Rates, grade, rates_of
 from conformance.engine.judge import Finding
 from conformance.engine.layout import row_bytes_of
+from conformance.engine.leases import Lease
 from conformance.engine.limits import problem_limit, support_of, variant_limit
 from conformance.engine.timing_data import DataSets, last_bytes, problem_of, some_rows
 from conformance.engine.timing_stats import Block, all_high, interval, more_blocks, rank_share
@@ -158,7 +159,8 @@ class TimingRun:
             record.message = reason or "timing needs --isolation=process"
             record.domain = {"kind": "limit"} if reason else {}
             return
-        self.rates = rates_of(self.bench)
+        self.attempts.lease_devices(record)
+        self.rates = rates_of(self.bench, self.attempts.care.lease if self.attempts.care else Lease())
         with self.clock.timed("draw"):
             self.sets = DataSets(case, problem, self.bench.description.requirements)
             assert case.speed is not None
@@ -225,12 +227,14 @@ class TimingRun:
             examples = [self.sets.make(n) for n in numbers]
             requests = self.requests(executor, examples, number)
         executor.send(requests)
+        self.attempts.sent += 1
         bench = self.bench
         limit_s = bench.case_timeout_s * (self.plan.warm_rounds + self.plan.samples + 16)
         with self.clock.timed("run"):
             outcome = executor.collect(limit_s, bench.compile_timeout_s)
         bad = judge.ended_badly(outcome)
         if bad is not None:
+            self.attempts.suspect = True
             return bad
         answers = [a for a in outcome.answers if a]
         seconds = np.max([a["samples"] for a in answers], axis=0)

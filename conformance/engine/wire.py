@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from typing import Any
 
 HEADER_BYTES = 4096
@@ -106,6 +107,12 @@ def die_with_parent(parent: int | None = None) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(0)
+
+
+def keep_to_oneself(fds: Iterable[int]) -> None:
+    """Have these descriptors closed in whatever program this process starts: a lease is not handed down."""
+    for fd in fds:
+        os.set_inheritable(fd, False)
 
 
 class Arena:

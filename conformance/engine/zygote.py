@@ -12,11 +12,12 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 from conformance.backend_class import load_backend_class
 from conformance.engine.serve import start
-from conformance.engine.wire import Closed, adopt_orphans, die_with_parent, recv, said, send
+from conformance.engine.wire import Closed, adopt_orphans, die_with_parent, keep_to_oneself, recv, said, send
 
 FATAL_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
 
@@ -60,10 +61,20 @@ def main() -> None:
                 # a copy of its socket would keep the worker from seeing that it is gone.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
-                _, status = os.waitpid(pid, 0)
+                status = reaped(pid)
                 if not children:
                     end_orphans(children)
                 send(sock, {"exit": pid, "status": status})
+
+
+def reaped(pid: int) -> int | None:
+    """The wait status of a child that has ended; None where it can't be had, as while somebody traces it."""
+    for _ in range(100):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.01)
+    return None
 
 
 def end_orphans(children: dict[int, int]) -> None:
@@ -80,7 +91,7 @@ def end_orphans(children: dict[int, int]) -> None:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+                reaped(pid)
 
 
 def preload(backend_class: Any, module: str, loaded: set[str]) -> None:
@@ -106,7 +117,8 @@ def fork(sock: socket.socket, request: dict[str, Any], fds: list[int], backend_c
     for fd in children:
         with contextlib.suppress(OSError):
             os.close(fd)
-    executor_fd, arena_fd, stderr_fd = fds
+    executor_fd, arena_fd, stderr_fd, *lease = fds
+    keep_to_oneself(lease)
     os.dup2(stderr_fd, 1)
     os.dup2(stderr_fd, 2)
     start(executor_fd, arena_fd, backend_class, request)
