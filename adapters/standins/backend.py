@@ -45,7 +45,7 @@ class Rehearsed(AcceleratorBackend):
         """The real description, but for TileLang: its programs are compiled for the host."""
         own = ("calls", "defects", "cache_dir")
         real = super().describe({k: v for k, v in options.items() if k not in own and not k.startswith(RELEASE)})
-        return replace(real, name=f"rehearsed-{real.name}", platform="simulator", fork_after_import=True,
+        return replace(real, name=f"rehearsed-{real.name}", platform="simulator", fork_after_import=True, host=True,
                        ops={**{k: v for k, v in real.ops.items() if not k.startswith("tilelang.")}, **TILELANG})
 
     @classmethod
