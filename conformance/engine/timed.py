@@ -147,7 +147,7 @@ class Timing(_Run):
             self.settings_before[module] = self.backend.get_settings(module)
             self.backend.set_settings(module, settings)
         group = self.backend.group
-        self.barrier = Barrier(f"{group.rendezvous}.times", group.rank, group.size) if group else None
+        self.barrier = Barrier(f"{group.rendezvous}.times{request['block']}", group.rank, group.size) if group else None
         self.sets = [BufferSet(server, self.examples[0], self.buffers) for _ in range(request["sets"])]
         self.plan: list[tuple[int, bool]] = []
         self.reset()

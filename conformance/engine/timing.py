@@ -281,8 +281,8 @@ class TimingRun:
             last_bytes(e, requests)
             placed.append(requests)
         plan = self.plan
-        same = {"cmd": "time", "timed": self.timed_steps(examples[0]), "sets": plan.sets, "hold": False,
-                "schedule": self.schedule(number), "warm_rounds": plan.warm_rounds, "warm_s": plan.warm_s,
+        same = {"cmd": "time", "block": number, "timed": self.timed_steps(examples[0]), "sets": plan.sets,
+                "hold": False, "schedule": self.schedule(number), "warm_rounds": plan.warm_rounds, "warm_s": plan.warm_s,
                 "warm_data": plan.data, "flush_bytes": self.flush_bytes(), "span_s": plan.span_s, "spans": plan.spans,
                 "steps": [{"op": s["op"]} for s in placed[0][0]["steps"]]}
         return [{**same, "examples": [p[rank] for p in placed], "arena_bytes": executor.arenas[rank].nbytes,
