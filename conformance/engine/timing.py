@@ -24,6 +24,7 @@ from conformance.engine.judge import Finding
 from conformance.engine.layout import row_bytes_of
 from conformance.engine.leases import Lease
 from conformance.engine.limits import problem_limit, support_of, variant_limit
+from conformance.engine.timing_clock import ClockChecks, moved_finding
 from conformance.engine.timing_data import DataSets, last_bytes, problem_of, some_rows
 from conformance.engine.timing_stats import Block, all_high, interval, more_blocks, rank_share
 from conformance.identity import seed_of
@@ -31,14 +32,12 @@ from conformance.model import Problem
 from conformance.results import Record
 from conformance.speed import TimedCase
 
-CLOCK_AGREES = 0.9
-"""share of the time until the device is idle that the backend's clock must have seen"""
 UNSEEN_RATIO = 1.3
 """how much longer data that was never seen before may take than data that was"""
-BY_CHANCE = 1e-5
+BY_CHANCE, PERHAPS = 1e-5, 0.05
+"""error probability of saying that results were kept; up to the other one, more blocks are taken to decide it"""
 LAG_SHARE = 0.5
 LEAST_LAG_S = 2e-4
-ROUND_SLACK_S = 1e-4
 
 
 @dataclass(frozen=True)
@@ -66,51 +65,6 @@ class Plan:
 
 
 HOST_FLUSH_BYTES, FLUSH_BYTES = 64 << 20, 512 << 20
-
-
-@dataclass
-class ClockChecks:
-    """What the backend's clock said beside the host's. A busy host makes a wait look longer, so of all rounds the one
-    counts that speaks best for the clock: what is wrong with a clock is wrong in each.
-    """
-
-    spans: list[tuple[float, float, float]] = field(default_factory=list)
-    """calls in a row, seconds by the backend's clock, and until the device was idle by the host's"""
-    excess_s: list[float] = field(default_factory=list)
-    """of a round: how much longer than its time the device was busy after the call had returned"""
-    shares: list[float] = field(default_factory=list)
-    """of a round: its time over what the host's clock says"""
-    beyond: int = 0
-    """rounds that are said to have taken longer than they did"""
-
-    def note(self, answer: Mapping[str, Any]) -> None:
-        for s, w, e, r in zip(answer["samples"], answer["wall"], answer["enter"], answer["return"], strict=True):
-            self.excess_s.append(w - (r - e) - s)
-            self.shares.append(s / w)
-            self.beyond += s > 1.05 * w + ROUND_SLACK_S
-        self.spans += map(tuple, answer["spans"])
-
-    def finding(self, clock: str, usual_s: float) -> Finding | None:
-        """What contradicts the clock, if anything does."""
-        if self.beyond > len(self.shares) / 2:
-            return Finding("fail", "execute", "contract", f"the backend's clock ({clock}) says more than the rounds "
-                           f"took by the host's clock, in {self.beyond} of {len(self.shares)}")
-        if clock == "profiler":
-            return None
-        n, took, wall = max(self.spans, key=lambda s: s[1] / s[2])
-        if took / wall < CLOCK_AGREES:
-            return Finding("fail", "execute", "too_fast",
-                           f"{n:.0f} calls in a row kept the device busy for {wall:.3g} s by the host's clock; the "
-                           f"backend's clock ({clock}) says {took:.3g} s: it lies, or does not see all of the work")
-        if min(self.excess_s) > max(usual_s, 2 * ROUND_SLACK_S):
-            return Finding("fail", "execute", "too_fast",
-                           f"rounds are timed at {usual_s:.3g} s by the backend's clock ({clock}), and the device was "
-                           f"still busy for {min(self.excess_s):.3g} s more after each call had returned")
-        top = float(np.quantile(self.shares, 0.9))
-        if clock == "host" and usual_s > 2 * ROUND_SLACK_S and top < CLOCK_AGREES - 0.1:
-            return Finding("fail", "execute", "too_fast",
-                           f"single rounds are timed at {top:.2f} of what the host's clock says")
-        return None
 
 
 @dataclass
@@ -210,7 +164,20 @@ class TimingRun:
                 return finding
             if len(done.blocks) == plan.first_blocks:
                 total, self.spread, self.df = more_blocks(done.blocks, plan.most_blocks)
+        for number in range(total, total + plan.most_blocks):
+            if not self.kept_perhaps():
+                break
+            finding = self.block(number)
+            # These decide about data never seen before; how long the call takes was settled.
+            del done.blocks[total:]
+            if finding is not None:
+                return finding
         return None
+
+    def kept_perhaps(self) -> bool:
+        """Whether unseen data took longer, and neither chance nor certainty explains it yet."""
+        chance = all_high(self.done.places)
+        return float(np.median(self.done.unseen)) > UNSEEN_RATIO and BY_CHANCE <= chance < PERHAPS
 
     @property
     def shared(self) -> int:
@@ -282,8 +249,9 @@ class TimingRun:
             placed.append(requests)
         plan = self.plan
         same = {"cmd": "time", "block": number, "timed": self.timed_steps(examples[0]), "sets": plan.sets,
-                "hold": False, "schedule": self.schedule(number), "warm_rounds": plan.warm_rounds, "warm_s": plan.warm_s,
-                "warm_data": plan.data, "flush_bytes": self.flush_bytes(), "span_s": plan.span_s, "spans": plan.spans,
+                "hold": False, "schedule": self.schedule(number), "warm_rounds": plan.warm_rounds,
+                "warm_s": plan.warm_s, "warm_data": plan.data, "flush_bytes": self.flush_bytes(),
+                "span_s": plan.span_s, "spans": plan.spans,
                 "steps": [{"op": s["op"]} for s in placed[0][0]["steps"]]}
         return [{**same, "examples": [p[rank] for p in placed], "arena_bytes": executor.arenas[rank].nbytes,
                  "results_at": cursors[rank]} for rank in range(ranks)]
@@ -395,12 +363,3 @@ class TimingRun:
         assert perf is not None
         text = f"{perf['time_s']:.3g} s [{perf['low_s']:.3g}, {perf['high_s']:.3g}] by the {perf['clock']} clock"
         return text + (f"; unstable: half-width {perf['half_width']:.0%}" if perf["unstable"] else "")
-
-
-def moved_finding(answer: Mapping[str, Any]) -> Finding | None:
-    """Whether results changed after the clock had stopped."""
-    moved = sum(answer["moved"])
-    if moved:
-        text = f"in {moved} of {len(answer['moved'])} rounds the result still changed after the clock had stopped"
-        return Finding("fail", "execute", "late_write", text)
-    return None
