@@ -55,6 +55,7 @@ TABLE = (
     Row("fault", "crash", "signal", ALL),
     Row("segfault", "crash", "signal", ALL),
     Row("dies", "crash", "signal", ALL),
+    Row("hang", "timeout", "", ALL),
     Row("leak", "oom", "", ALL),
     Row("shared_block", "fail", "alias", (TOPK, CAST)),
 )

@@ -115,6 +115,8 @@ class Attempts:
         self.hung = False
         self.suspect = False
         """whether something failed since the devices were last seen to answer"""
+        self.recovering_s = 0.0
+        """what bringing devices back has taken, by the clock of limits"""
         self.sent = 0
         """runs that were asked for"""
 
@@ -173,9 +175,13 @@ class Attempts:
         """After a failure: whether the devices still answer, and what it takes. Raises DeviceGone."""
         if self.suspect and self.care is not None and not self.bench.inline:
             self.suspect = False
-            with self.clock.timed("recover"):
-                self.end()
-                self.executor = self.care.examine()
+            begun = monotonic()
+            try:
+                with self.clock.timed("recover"):
+                    self.end()
+                    self.executor = self.care.examine()
+            finally:
+                self.recovering_s += monotonic() - begun
 
     def close(self) -> None:
         """End the case's processes and let go of its devices. Raises DeviceGone."""

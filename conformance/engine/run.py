@@ -368,7 +368,7 @@ class _CaseRun:
 
     def shrink(self, problem: Problem, bug: Finding) -> Problem:
         assert self.attempts is not None
-        attempts, start = self.attempts, self.attempts.deaths
+        attempts, start, recovered_s = self.attempts, self.attempts.deaths, self.attempts.recovering_s
 
         def fails(candidate: Problem) -> bool:
             if self.outside(candidate):
@@ -380,7 +380,7 @@ class _CaseRun:
 
         with self.clock.timed("shrink"):
             return Shrinker(self.case.op, fails, problem, monotonic() + self.config.effort.shrink_s,
-                            lambda: attempts.deaths - start).run()
+                            lambda: attempts.deaths - start, lambda: attempts.recovering_s - recovered_s).run()
 
     def tell(self, finding: Finding, status: str, attempt: Attempt, first: Problem, story: str) -> None:
         record, config = self.record, self.config

@@ -37,12 +37,14 @@ class Shrinker:
     best: Problem
     end: float
     deaths: Callable[[], int]
+    recovering_s: Callable[[], float] = lambda: 0.0
+    """seconds that bringing devices back took: the deaths have a limit of their own"""
     tried: int = 0
     fine: list[Problem] = field(default_factory=list)
     """tried, and they don't show the bug"""
 
     def spent(self) -> bool:
-        return monotonic() >= self.end or self.deaths() >= MAX_DEATHS
+        return monotonic() - self.recovering_s() >= self.end or self.deaths() >= MAX_DEATHS
 
     def attempt(self, problem: Problem) -> bool:
         """Whether this smaller problem shows the bug too; if so it becomes the best."""

@@ -2,8 +2,8 @@
 
 `--backend=simdev.backend:SimDev`, with this folder's parent on PYTHONPATH. Options: `state` (folder in which the
 devices live, else one in the temporary folder), `count` (how many devices there are, else 8), `defect` and `argument`
-(what goes wrong in the device, see `runtime.defects`), `slow` (how many times slower it is), `fork` (no: executors are
-started anew, not forked).
+(what goes wrong in the device, see `runtime.defects`), `on` (the one device it goes wrong in, else all), `slow` (how
+many times slower it is), `fork` (no: executors are started anew, not forked).
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class SimDev(Backend):
         super().__init__(device=device, options=options, group=group)
         self.sim = runtime.Device(state_folder(options), int(device))
         self.sim.call("slow", float(options.get("slow", "1")))
-        self.sim.call("plant", options.get("defect", "").encode(), int(options.get("argument", "0")))
+        here = options.get("on", device) == device
+        self.sim.call("plant", options.get("defect", "").encode() if here else b"", int(options.get("argument", "0")))
         self.in_flight: list[Buffer] = []
         self.adapters = {"deepgemm": ops.DeepGemm(self), "deepselect": ops.DeepSelect(self)}
 

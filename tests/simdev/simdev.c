@@ -209,7 +209,7 @@ static int run_one(sim_device *dev, launch_t *l) {
     if (is(dev, "hang") && many) { /* other threads get their errors */
         lose(dev);
         pthread_mutex_unlock(&dev->lock);
-        for (;; usleep(1000)) pass(dev, 0.25);
+        for (;; usleep(1000)) pass(dev, 0.02);
     }
     if (is(dev, "leak") && first) for (uint64_t n = SIM_MEMORY_BYTES, mem; n; give(dev, n, &mem) ? n /= 2 : 0);
     if (is(dev, "ignore_stride") && in->column_stride == 1) in->row_stride = inner;
