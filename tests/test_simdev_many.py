@@ -57,14 +57,19 @@ def test_eight_workers_on_eight_devices(tmp_path: Path, seed: int) -> None:
         return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     running = {slot: started(slot, 0) for slot in range(WORKERS)}
-    while running:
-        for slot, process in list(running.items()):
-            told, _ = process.communicate(timeout=60)
-            del running[slot]
-            if process.returncode == -KILLED:
-                running[slot] = started(slot, int(told.split()[-1]) + 1)
-            else:
-                assert process.returncode == 0, told
+    try:
+        while running:
+            for slot, process in list(running.items()):
+                told, _ = process.communicate(timeout=60)
+                del running[slot]
+                if process.returncode == -KILLED:
+                    running[slot] = started(slot, int(told.split()[-1]) + 1)
+                else:
+                    assert process.returncode == 0, told
+    finally:
+        for process in running.values():
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize(("case", "defect", "argument", "least"), [
