@@ -24,6 +24,7 @@ from pathlib import Path
 from simdev.runtime import Device
 from conformance.engine.devices import Board, DevicePool
 from conformance.engine.leases import Leases
+from conformance.engine.wire import keep_to_oneself
 
 state, leases, seed, slot, first, rounds = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])
 pool = DevicePool(tuple(map(str, range(8))), Leases(leases, "simdev"), Board(), slot)
@@ -32,6 +33,7 @@ for i in range(first, rounds):
     ranks = choice.choice((1, 1, 2, 4, 8))
     lease = pool.take(ranks)
     assert len(lease.devices) == ranks
+    keep_to_oneself(lease.fds)
     # Opening a device that anybody else has gives an error: nobody's word but the device's is trusted.
     held = [Device(state, int(d)) for d in lease.devices]
     blocks = [d.alloc(1 << 20) for d in held]
@@ -70,6 +72,18 @@ def test_eight_workers_on_eight_devices(tmp_path: Path, seed: int) -> None:
         for process in running.values():
             process.kill()
             process.communicate()
+
+
+def test_a_lease_outlives_what_is_opened_under_it(tmp_path: Path) -> None:
+    """The kernel closes the files of a killed process from the highest number down: the lease must be the lowest."""
+    program = ("import os, sys; from conformance.engine.wire import keep_to_oneself\n"
+               "held = [os.open(os.devnull, os.O_RDONLY) for _ in range(9)]\n"
+               "for fd in (held[0], held[3], held[7]): os.close(fd)\n"
+               "keep_to_oneself([held[2], held[8]])\n"
+               "assert os.open(os.devnull, os.O_RDONLY) > held[8]\n"
+               "assert not os.get_inheritable(held[2])\n"
+               "keep_to_oneself([])\n")
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
 
 
 @pytest.mark.parametrize(("case", "defect", "argument", "least"), [

@@ -110,9 +110,18 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def keep_to_oneself(fds: Iterable[int]) -> None:
-    """Have these descriptors closed in whatever program this process starts: a lease is not handed down."""
-    for fd in fds:
+    """Have these descriptors closed in whatever program this process starts: a lease is not handed down.
+
+    What this process opens from now on gets higher numbers. Of a process that is killed the kernel closes files from
+    the highest number down: so it lets go of a device, which its driver has open, before it lets go of the lease.
+    """
+    mine = list(fds)
+    for fd in mine:
         os.set_inheritable(fd, False)
+    while mine and (filler := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) < max(mine):
+        pass
+    if mine:
+        os.close(filler)
 
 
 class Arena:
