@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 GEMM_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "cancellation", "one_hot", "powers", "zeros",
-                 "constant", "subnormal_products", "infinities", "nans")
+                 "constant", "subnormal_products", "infinities", "nans", "wide")
 FP8_GEMM_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "cancellation", "one_hot", "powers", "zeros",
                      "constant", "subnormal", "near_overflow", "all_bits", "nans")
 SELECT_FAMILIES = ("normal", "integers", "ill_scaled", "constant", "two_valued", "few_valued", "ascending",
@@ -11,5 +11,6 @@ SELECT_FAMILIES = ("normal", "integers", "ill_scaled", "constant", "two_valued",
                    "all_bits")
 CAST_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "constant", "powers", "zeros", "subnormal",
                  "near_overflow", "all_bits", "infinities", "nans")
-ROW_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "constant", "zeros", "powers", "infinities", "nans")
+ROW_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "constant", "zeros", "powers", "infinities", "nans",
+                "wide")
 """for what works along a row: norms, rotations"""

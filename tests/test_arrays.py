@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,6 +60,14 @@ def test_frozen_bits() -> None:
     for family in ("normal", "integers", "ill_scaled", "zeros", "nans", "powers"):
         h.update(codec.bits(make(draw("bf16"), family)).tobytes())
     assert h.hexdigest() == "2be9904dd8e41e9655802ccfc2fe2bb806e65c071982ab3c29fbf12b45408f96"
+
+
+def test_wide_arrays_leave_the_range_of_fp16_and_their_products_stay_near_1() -> None:
+    for seed in (0, 1):
+        problem = replace(PROBLEM, seed=seed)
+        a, b = (codec.decode(make(replace(draw("bf16", position=n), problem=problem), "wide"), "bf16") for n in (0, 1))
+        assert np.median(np.abs(a)) > 2.0**17 if seed == 0 else np.median(np.abs(a)) < 2.0**-25
+        assert 2.0**-3 < np.abs(a).std() * np.abs(b).std() < 8
 
 
 def test_cancellation_cancels() -> None:

@@ -139,6 +139,7 @@ def packed(exponents: np.ndarray, pitch_rows: int) -> torch.Tensor:
 def scaled(
     form: str, out: torch.dtype = FP32, c: str = "none", a_form: Callable = lambda x: x, check: str = "values",
     size: tuple[int, int, int] = (70, 136, 400), nan: bool = False, fp4: bool = False,
+    exponents_from: tuple[int, int] = (121, 121),
 ) -> Callable[[Knobs], Violations]:
     """fp8_gemm_nt. form: block (1x128, 128x128) | line (1x128 both) | packed32 | packed128 | mixed."""
 
@@ -165,13 +166,13 @@ def scaled(
         if form == "packed32":
             grans[1] = (1, 32)
         scales, expanded = [], []
-        for rows, (gran_mn, gran_k) in zip((m, n), grans, strict=True):
+        for rows, (gran_mn, gran_k), lowest in zip((m, n), grans, exponents_from, strict=True):
             shape = (-(-rows // gran_mn), -(-k // gran_k))
             if form in ("block", "line"):
                 sf = rng.uniform(0.25, 4.0, shape).astype(np.float32)
                 scales.append(torch.from_numpy(sf))
             else:
-                exponents = rng.integers(121, 134, shape)
+                exponents = rng.integers(lowest, lowest + 13, shape)
                 sf = decoded_scales(exponents)
                 scales.append(packed(exponents, -(-rows // 4) * 4 + 8))
             expanded.append(sf.astype(np.float64)[np.arange(rows) // gran_mn][:, np.arange(k) // gran_k])
@@ -195,13 +196,14 @@ def scaled(
     return run
 
 
-def grouped(layout: str, m: int, sizes: tuple[int, ...], zero_padding: bool = True) -> Callable[[Knobs], Violations]:
-    """m_grouped_bf16_gemm_nt_contiguous; groups start on multiples of 128. layout: labels | ends."""
+def grouped(layout: str, m: int, sizes: tuple[int, ...], zero_padding: bool = True,
+            factor: float = 1.0) -> Callable[[Knobs], Violations]:
+    """m_grouped_bf16_gemm_nt_contiguous; groups start on multiples of 128. layout: labels | ends. factor: size of A."""
 
     def run(knobs: Knobs) -> Violations:
         n, k = 40, 200
         rng = np.random.default_rng(13)
-        a, b = normal(rng, m, k), normal(rng, len(sizes), n, k)
+        a, b = normal(rng, m, k) * factor, normal(rng, len(sizes), n, k) / factor
         labels, ends, start = np.full(m, -1), [], 0
         for group, size in enumerate(sizes):
             labels[start : start + size] = group
@@ -362,6 +364,7 @@ SCENARIOS: dict[str, list[Callable[[Knobs], Violations]]] = {
     ],
     "fp8_gemm_nt": [
         scaled("block"), scaled("block", BF16), scaled("line", size=(136, 70, 400)), scaled("packed32"),
+        scaled("packed32", exponents_from=(0, 236)),
         scaled("packed128"), scaled("mixed"), scaled("block", c="apart"), scaled("packed32", BF16, c="aliased"),
         scaled("block", a_form=mn_major, check="layout"), scaled("block", nan=True), scaled("line", size=(1, 1, 16)),
         scaled("packed32", fp4=True), scaled("block", size=(3, 4, 0)), rejected(wrong_scaled, RuntimeError),
@@ -370,7 +373,8 @@ SCENARIOS: dict[str, list[Callable[[Knobs], Violations]]] = {
         grouped("labels", 512, (128, 256, 128)), grouped("labels", 640, (100, 128, 1)),
         grouped("labels", 512, (0, 200, 0)), grouped("labels", 128, (0, 0)),
         grouped("ends", 512, (128, 256, 128)), grouped("ends", 640, (100, 128, 1)),
-        grouped("ends", 640, (100, 0, 70), zero_padding=False), rejected(wrong_grouped, RuntimeError),
+        grouped("ends", 640, (100, 0, 70), zero_padding=False),
+        grouped("labels", 512, (128, 256, 128), factor=2.0**20), rejected(wrong_grouped, RuntimeError),
     ],
     "per_token_cast_to_fp8": [
         cast(128, False, False, 384), cast(128, True, False, 320), cast(32, True, True, 160),

@@ -227,6 +227,7 @@ PROBES = {
     "prefill_one_token": lambda: one_token(normal(200, 1, D)),
     "prefill_subnormal": lambda: one_token(normal(200, 1, D, size=1e-39)),
     "prefill_uniform": uniform,
+    "prefill_wide": lambda: prefill(q=normal(3, 64, D, size=2.0**20), kv=normal(200, 1, D, size=2.0**-20)),
     "prefill_strided": lambda: prefill(
         q=normal(3, 70, D + 8)[:, 3:67, :D], indices=lists(3, 2, 256, among=200)[:, :1, :192]
     ),
@@ -259,7 +260,8 @@ SHOWS = {  # fault -> the probe in which it shows; those of one op only stand fo
     "invalid_from_end": ("prefill_invalid_benign", "decode_invalid_benign"), "repeats_once": ("decode",),
     "scales_of_next_group": ("decode",), "scales_swapped": ("decode",), "scales_skipped": ("decode",),
     "signed_scale_byte": ("decode_scales",), "planar_cache": ("decode_benign",), "high_nibble_first": ("decode_fp4",),
-    "subnormals_flushed": ("prefill_subnormal",), "rope_omitted": ("prefill", "decode"),
+    "subnormals_flushed": ("prefill_subnormal",), "read_through_fp16": ("prefill_wide",),
+    "plain_combine_of_own_splits": ("decode_long",), "rope_omitted": ("prefill", "decode"),
     "default_scale_576": ("decode",), "logits_bf16": ("prefill", "decode"), "weights_fp8": ("prefill", "decode"),
     "accumulator_bf16": ("prefill", "decode"), "output_truncated": ("prefill_uniform", "decode"),
     "no_max": ("prefill_huge",), "no_rescale": ("prefill", "decode"), "lse_base2": ("prefill", "decode"),

@@ -208,7 +208,7 @@ def norm(
 
 def rope(
     dtype: torch.dtype = BF16, tokens: tuple[int, ...] = (70,), d: int = 64, positions: bool = False, offset: int = 0,
-    key: bool = False, gap: int = 0, **switches: bool,
+    key: bool = False, gap: int = 0, factor: float = 1.0, **switches: bool,
 ) -> Callable[[Knobs], Violations]:
     def run(knobs: Knobs) -> Violations:
         rng = np.random.default_rng(9)
@@ -223,7 +223,7 @@ def rope(
         tensors, wanted, bounds, wides = [], [], [], []
         for heads in (3, 2) if key else (3,):
             wide, x = inside(*tokens, heads, d, gap=gap, dtype=dtype)
-            x.copy_(normal(rng, *tokens, heads, d, dtype=dtype))
+            x.copy_(normal(rng, *tokens, heads, d, dtype=dtype) * factor)
             a, b = f64(x)[first], f64(x)[second]
             want, size = np.empty(x.shape), np.empty(x.shape)
             want[first], want[second] = a * cos - b * sin, a * sin + b * cos
@@ -358,7 +358,7 @@ SCENARIOS: dict[str, list[Callable[[Knobs], Violations]]] = {
     ],
     "transform.apply_rotary": [
         rope(), rope(FP32), rope(interleaved=True), rope(conjugate=True),
-        rope(FP32, d=128, interleaved=True, conjugate=True), rope(offset=7),
+        rope(FP32, d=128, interleaved=True, conjugate=True), rope(offset=7), rope(factor=2.0**20),
         rope(positions=True, offset=3, key=True), rope(tokens=(2, 66), positions=True, key=True),
         rope(tokens=(2, 9), gap=64, key=True), rope(tokens=(2, 9), offset=5),
         rejected(wrong_rope, AssertionError), rejected(wrong_rope_rows, RuntimeError),

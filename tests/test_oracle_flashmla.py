@@ -612,3 +612,14 @@ def test_rules_read_the_profile():
     assert attention.Rules.of({"p": "fp16", "l_from": "rounded"}) == attention.Rules("fp16", "rounded", False)
     with pytest.raises(ValueError, match="fp17"):
         attention.Rules.of({"p": "fp17"})
+
+
+def test_the_largest_logit_owes_nothing_to_the_exponential() -> None:
+    """Logits far below 1 are judged as closely as others: an error of exp is none of theirs."""
+    rng = np.random.default_rng(8)
+    q, kv = family("normal", rng, HEADS, 64)
+    indices = np.arange(64)[None]
+    e, got = prefill(q[None], kv, indices, scale=2.0**-18), run_prefill(q[None], kv, indices, scale=2.0**-18)
+    assert failing(e, got) == set()
+    got["max_logits"] = np.zeros_like(got["max_logits"])
+    assert failing(e, got) == {"max_logits"}

@@ -21,7 +21,8 @@ def near(d: Draw) -> np.ndarray:
     behind the last block of K hold any exponent.
     """
     if d.problem.seed % 8 == 5:
-        low, high = (-(BIAS - 1), -60) if d.name.startswith("a") else (60, BIAS - 7)
+        smallest = -BIAS if d.format == "e8m0x4" else 1 - BIAS  # byte 0 is no zero
+        low, high = (smallest, -60) if d.name.startswith("a") else (60, BIAS - 7)
     else:
         low, high = -4, 4
     exponent = d.integers(low, high)

@@ -12,7 +12,7 @@ import numpy as np
 
 from conformance.declare import INT_MAX, INT_MIN
 from conformance.engine.arrays import Draw
-from conformance.engine.families import make
+from conformance.engine.families import make, wide_exponent
 from conformance.model import Problem
 from references.formats import codec
 
@@ -20,6 +20,8 @@ Codes = dict[str, np.ndarray]
 
 HEAD_DIM = 512
 FP8_BYTES, FP4_BYTES = 528, 288
+SECOND = 1
+"""the place of keys among the operands: families pair them with the queries"""
 BLOCK = 64
 """list entries that kernels take at a time"""
 
@@ -117,7 +119,7 @@ def sinks(d: Draw) -> np.ndarray:
 def rows(d: Draw) -> np.ndarray:
     """bf16 rows that are keys and values alike; of the family `subnormal` with one sign a dim, so that means stay."""
     if d.problem.family != "subnormal":
-        return make(d, d.problem.family)
+        return make(replace(d, position=SECOND), d.problem.family)
     sign = replace(d, shape=d.shape[-1:]).integers(0, 1) << 15
     return (d.integers(1, 127) | sign).astype(np.uint16)
 
@@ -126,13 +128,13 @@ def tokens(d: Draw) -> np.ndarray:
     """Bytes of cached tokens [blocks, page, 1, 528 or 288], as codes of the array's format: legal data and scales."""
     width = d.shape[-1]
     n = d.n // width
-    flat = replace(d, shape=(n, HEAD_DIM))
+    flat = replace(d, shape=(n, HEAD_DIM), position=SECOND)
     made = _fp8(flat) if width == FP8_BYTES else _fp4(flat)
     return made.view(codec.storage(d.format)).reshape(d.shape)
 
 
 def _fp8(d: Draw) -> np.ndarray:
-    """512 e4m3 codes, then 16 exponent bytes: around 2^0, by family near the smallest or all over the range."""
+    """512 e4m3 codes, then 16 exponent bytes: around 2^0, by family far from it, the smallest or all over the range."""
     family = d.problem.family
     groups = replace(d, shape=(d.shape[0], HEAD_DIM // 32))
     scales = groups.integers(124, 130)
@@ -147,7 +149,9 @@ def _fp8(d: Draw) -> np.ndarray:
         scales = np.where(kind == 7, groups.integers(200, 254, salt=3), scales)
         data = np.where(np.repeat(kind == 7, 32, axis=1), data & 0x80, data)
     else:
-        data = make(replace(d, format="e4m3"), "normal" if family == "nans" else family)
+        data = make(replace(d, format="e4m3"), "normal" if family in ("nans", "wide") else family)
+    if family == "wide":
+        scales = scales + wide_exponent(replace(d, format="bf16"))
     if family == "nans" and len(scales):
         scales[d.seed % len(scales), d.seed % scales.shape[1]] = 255
     return np.concatenate([data, scales], axis=1).astype(np.uint8)
@@ -162,7 +166,7 @@ def _fp4(d: Draw) -> np.ndarray:
     elif family == "subnormal":
         nibbles, scales = make(replace(d, format="e2m1x2_lo"), "positive"), groups.integers(0, 7)
     else:
-        nibbles = make(replace(d, format="e2m1x2_lo"), "normal" if family == "nans" else family)
+        nibbles = make(replace(d, format="e2m1x2_lo"), "normal" if family in ("nans", "wide") else family)
         scales = groups.integers(0x20, 0x50)
     if family == "nans" and len(scales):
         scales[d.seed % len(scales), d.seed % scales.shape[1]] = _NAN_BYTE

@@ -36,7 +36,7 @@ ASSERTED = ("AssertionError",)
 """what the Python part of the module checks by itself"""
 
 FAMILIES = ("normal", "integers", "positive", "ill_scaled", "cancellation", "one_hot", "powers", "zeros", "constant",
-            "codes", "subnormal", "nans")
+            "codes", "subnormal", "nans", "wide")
 
 
 def extra_topk(p: Problem) -> int:

@@ -13,9 +13,11 @@ REFUSED = ("RuntimeError",)
 """every host check of the module's compiled part ends in this"""
 
 FAMILIES = ("normal", "integers", "positive", "ill_scaled", "cancellation", "one_hot", "powers", "zeros", "constant",
-            "subnormal", "infinities", "nans")
+            "subnormal", "infinities", "nans", "wide")
 
 
+ROOM = 1.6 * 2**20
+"""work of most problems: what the core level takes, and enough for one token with a list that is split"""
 LEAST = {"entries": 64, "topk": 64}
 """the least that a list is halved to"""
 
@@ -33,7 +35,7 @@ def topk(p: Problem) -> int:
 
 def smaller(p: Problem, asked: Cost, tokens: Sequence[str], listed: Sequence[str]) -> str:
     """Which size of a drawn problem gives way: most are small, with many tokens or, as often, with long lists."""
-    room = 2**22 if p.seed % 8 == 0 else 1.5 * 2**20
+    room = 2**22 if p.seed % 8 == 0 else ROOM
     if asked.bytes + asked.flops / 64 <= room:
         return ""
     tokens, listed = (sorted(names, key=lambda n: -p.sizes[n]) for names in (tokens, listed))

@@ -14,6 +14,7 @@ import numpy as np
 from conformance.engine.arrays import Draw, encode
 from conformance.protocol import FORMATS
 from references.formats import codec
+from references.formats.spec import float_spec
 
 Family = Callable[[Draw], np.ndarray]
 
@@ -142,6 +143,20 @@ def subnormal_products(d: Draw) -> np.ndarray:
     return powers(d) if d.position == 1 else subnormal(d)
 
 
+def wide_exponent(d: Draw) -> int:
+    """The power of two around which a `wide` array lies: up for the first one and down for the later ones, or reversed.
+
+    For BF16 and FP32 2**38: far beyond FP16, while products of two arrays stay near 1 and squares below 2**80.
+    """
+    exponent = int(0.3 * float_spec(d.format).emax) if _is_float(d.format) else 0
+    return exponent if (d.position == 0) == (d.problem.seed % 2 == 0) else -exponent
+
+
+def wide(d: Draw) -> np.ndarray:
+    """Normal numbers, the whole array far from 1: what goes through a format of a smaller range on the way is lost."""
+    return d.normal() * 2.0 ** wide_exponent(d) if _is_float(d.format) else normal(d)
+
+
 def near_overflow(d: Draw) -> np.ndarray:
     """The largest finite number and what is just below."""
     top = codec.max_finite(d.format)
@@ -189,7 +204,7 @@ FAMILIES: dict[str, Family] = {
     f.__name__: f
     for f in (
         normal, integers, positive, ill_scaled, cancellation, one_hot, powers, zeros, constant, two_valued, few_valued,
-        ascending, descending, sawtooth, tail_max, subnormal, subnormal_products, near_overflow, infinities, nans,
+        ascending, descending, sawtooth, tail_max, subnormal, subnormal_products, wide, near_overflow, infinities, nans,
         all_bits,
     )
 }

@@ -101,9 +101,9 @@ def attend(
 
         # Partial sums of q . k: in an order that does not depend on the data within 3 root mean squares of z.
         root = abs(scale) * np.sqrt((q * q) @ (rows * rows).T)
-        spread = np.minimum(root, (linear - np.abs(z)) / SPREAD_SCORES)
+        spread = np.maximum(_finite(np.minimum(root, (linear - np.abs(z)) / SPREAD_SCORES)), 0.0)
         inputs = slack * abs(scale) * (np.abs(q).sum(axis=1, keepdims=True) + np.abs(rows).sum(axis=1))
-        error = attention.score_error(z, dim, np.maximum(_finite(spread), 0.0), score_rounding=_finite(inputs))
+        error = attention.score_error(z, dim, spread, score_rounding=_finite(inputs))
         growth = np.expm1(np.minimum(error, 50.0))
         lse_bound = attention.lse(weight, lse, top, growth, p=rules.p, l_from=rules.l_from)
         out_bound = _exponentials_and_sums(weight, rows, out, growth) + slack
@@ -115,10 +115,12 @@ def attend(
             out = out / (1 + np.exp(sink - lse))[:, None]
         out_bound = rounded_once(_finite(out), _finite(out_bound), "bf16")
 
+        # No exponential has a part in the largest logit.
+        alone = attention.score_error(z, dim, spread, exp_relative=0.0, score_rounding=_finite(inputs))
         finite = np.isfinite(z)
         free = (linear > _LARGEST).any(axis=1) | (np.abs(_finite(z)) > _LARGEST).any(axis=1) | (top < _LOWEST_MAX)
-        near_top = finite & (z + error >= (z - error).max(axis=1, keepdims=True))
-        top_bound = np.where(near_top, error, 0.0).max(axis=1) + 4 * U32 * np.abs(top) + _TINY
+        near_top = finite & (z + alone >= (z - alone).max(axis=1, keepdims=True))
+        top_bound = np.where(near_top, alone, 0.0).max(axis=1) + 4 * U32 * np.abs(top) + _TINY
         infinite = (z == np.inf).any(axis=1)  # exp(inf - inf): lse is NaN or +inf, out is NaN
     return Attended(out, out_bound, lse, lse_bound, top, _finite(top_bound), free,
                     free | np.isnan(z).any(axis=1), free | infinite)  # fmt: skip

@@ -30,6 +30,7 @@ FAULTS = {
     "no_rescale": "earlier blocks are not rescaled when the largest logit rises",
     "no_max": "exponentials are formed without subtracting the largest logit",
     "logits_bf16": "logits are rounded to bf16",
+    "fp16_query": "queries are read through FP16, which has more digits and a smaller range",
     "rope_omitted": "the last 64 dimensions take no part in the logits",
     "empty_row_nan": "a row without keys divides zero by zero",
     "empty_row_minus_inf": "lse of a row without keys is -inf",
@@ -85,7 +86,7 @@ def attend(
     def fetch(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         return _fetch(slots[block.source : block.source + block.width], sources, starts)
 
-    query = q.float()
+    query = q.half().float() if knobs.fault == "fp16_query" else q.float()
     walked = walk(len(slots), knobs.tile_n, replace(knobs, split_k=splits))
     parts = [_part(query, fetch, blocks, scale, sink, knobs) for blocks in walked]
     if not parts:

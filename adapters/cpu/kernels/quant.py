@@ -28,6 +28,7 @@ FAULTS = {
     "overflow_nan": "E4M3 values past the largest number become NaN instead of saturating",
     "swapped_nibbles": "the even column of a pair is stored in the high nibble",
     "swapped_bytes": "four exponents are packed highest byte first",
+    "byte_0_is_zero": "an exponent byte of 0 is read as 0 instead of 2^-127",
     "bias_126": "an exponent byte is read as 2^(byte - 126)",
 }
 """Faults that only these kernels know (`Knobs.fault`)."""
@@ -211,4 +212,6 @@ def unpack_exponents(words: torch.Tensor, groups: int, knobs: Knobs) -> torch.Te
     if knobs.fault == "swapped_bytes":
         exponents = exponents.reshape(-1, 4).flip(1).reshape_as(exponents)
     scales = exponents[:, :groups].contiguous().view(torch.float8_e8m0fnu).float()
+    if knobs.fault == "byte_0_is_zero":
+        scales = scales.masked_fill(exponents[:, :groups] == 0, 0)
     return scales * 2.0 if knobs.fault == "bias_126" else scales

@@ -12,6 +12,7 @@ KNOBS = ("output_rounding", "flush_subnormals", "nan_to", "fault")
 """What `load`, `store` and `row_tiles` obey, and with them every kernel that uses them."""
 
 FAULTS = {
+    "fp16_inputs": "BF16 operands are read through FP16, which has more digits and a smaller range",
     "floor_grid": "the grid is rows // tile_m, so the rows behind the last full tile are never written",
 }
 
@@ -36,6 +37,8 @@ def row_tiles(rows: int, knobs: Knobs) -> Iterator[slice]:
 
 def load(x: torch.Tensor, knobs: Knobs) -> torch.Tensor:
     """x as FP32; an FP32 tensor comes back as itself, so never write into the result."""
+    if knobs.fault == "fp16_inputs" and x.dtype == torch.bfloat16:
+        x = x.half()
     x = x.float()
     if knobs.nan_to is not None:
         x = torch.where(x.isnan(), knobs.nan_to, x)
