@@ -67,12 +67,8 @@ class Effort:
 EFFORTS = {
     e.level: e
     for e in (
-<<<<<<< HEAD
         Effort("bringup", 4, 2.0**22, 30.0, drawn=False, call_s=300.0),
-        Effort("core", 8, 1.5 * 2.0**20, 10.0, beside=5), Effort("full", 25, 2.0**24, 60.0),
-=======
         Effort("core", 8, 1.6 * 2.0**20, 10.0, beside=5), Effort("full", 25, 2.0**24, 60.0),
->>>>>>> a98337f (Arrays far from 1, which FP16 can't hold; keys are the second operand of their families; max_logits owes nothing to exp; core reaches lists that a decode splits, and exponent byte 0)
         Effort("extended", 100, 2.0**30, 300.0),
     )
 }
