@@ -208,13 +208,14 @@ def norm(
 
 def rope(
     dtype: torch.dtype = BF16, tokens: tuple[int, ...] = (70,), d: int = 64, positions: bool = False, offset: int = 0,
-    key: bool = False, gap: int = 0, factor: float = 1.0, **switches: bool,
+    key: bool = False, gap: int = 0, factor: float = 1.0, rows: int = 100,
+    **switches: bool,
 ) -> Callable[[Knobs], Violations]:
     def run(knobs: Knobs) -> Violations:
         rng = np.random.default_rng(9)
-        angle = rng.uniform(-3, 3, (200, d // 2))
+        angle = rng.uniform(-3, 3, (400, d // 2))
         table = torch.from_numpy(np.concatenate((np.cos(angle), np.sin(angle)), 1).astype(np.float32))
-        place = rng.integers(0, 100, tokens) if positions else np.broadcast_to(np.arange(tokens[-1]), tokens)
+        place = rng.integers(0, rows, tokens) if positions else np.broadcast_to(np.arange(tokens[-1]), tokens)
         cos, sin = (f64(part)[place + offset][..., None, :] for part in table.split(d // 2, 1))
         sin = -sin if switches.get("conjugate") else sin
         first, second = (np.s_[..., : d // 2], np.s_[..., d // 2 :])
@@ -359,6 +360,7 @@ SCENARIOS: dict[str, list[Callable[[Knobs], Violations]]] = {
     "transform.apply_rotary": [
         rope(), rope(FP32), rope(interleaved=True), rope(conjugate=True),
         rope(FP32, d=128, interleaved=True, conjugate=True), rope(offset=7), rope(factor=2.0**20),
+        rope(positions=True, rows=400),
         rope(positions=True, offset=3, key=True), rope(tokens=(2, 66), positions=True, key=True),
         rope(tokens=(2, 9), gap=64, key=True), rope(tokens=(2, 9), offset=5),
         rejected(wrong_rope, AssertionError), rejected(wrong_rope_rows, RuntimeError),

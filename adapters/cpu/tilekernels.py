@@ -12,6 +12,7 @@ from adapters.cpu.kernels.knobs import Knobs
 
 FAULTS = {
     "accept_nonfinite": "NaN and infinite scores are ranked instead of refused",
+    "positions_bf16": "positions are rounded to BF16, which counts to 256",
     "ignore_key": "only the query is rotated",
     "copy_output": "preallocated results are ignored and fresh tensors returned",
 }
@@ -235,6 +236,8 @@ class Adapter:
         """int64 [batch or 1, s], all within the table."""
         counted = positions is None or self._knobs.fault == "ignore_positions"
         index = torch.arange(s) if counted else positions.long()
+        if self._knobs.fault == "positions_bf16":
+            index = index.bfloat16().long().clamp(max=available - 1 - offset)
         if self._knobs.fault != "ignore_offset":
             index = index + offset
         low, high = torch.aminmax(index)
