@@ -78,8 +78,8 @@ class Waiver:
     fingerprint: Fingerprint
     line: int = 0
     """where it stands in its file; 0 where that is not known"""
-    on: tuple[tuple[str, str], ...] = ()
-    """`backend`, and options of it, that a run must have; empty for any"""
+    on: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """`backend`, and options of it, that a run must have, each with the values that count; empty for any"""
 
     def expired(self, today: datetime.date) -> bool:
         return today > self.expiry
@@ -90,8 +90,8 @@ class Waiver:
 
     def ran_by(self, record: Record) -> bool:
         """Whether the record is of a run that the waiver is about."""
-        return all(record.backend == value if key == "backend" else f"--backend-option={key}={value}" in record.replay
-                   for key, value in self.on)
+        return all(any(record.backend == v if key == "backend" else f"--backend-option={key}={v}" in record.replay
+                       for v in values) for key, values in self.on)
 
 
 def load(path: Path) -> tuple[Waiver, ...]:
@@ -170,11 +170,11 @@ def _waiver(raw: Mapping[str, Any], where: _Where, row: int) -> Waiver:
         raise where.error(row, "expiry", f"expiry must be a date without quotes, such as 2027-06-30, got {expiry!r}")
     fingerprint = _fingerprint(raw["fingerprint"], where, row)
     on = raw.get("on", {})
-    if not isinstance(on, dict) or ("on" in raw and not isinstance(on.get("backend"), str)) or (
-            not all(isinstance(v, str) for v in on.values())):
+    values = {k: tuple(v) if isinstance(v, list) else (v,) for k, v in on.items()} if isinstance(on, dict) else {}
+    if "on" in raw and not (values.get("backend") and all(isinstance(v, str) for vs in values.values() for v in vs)):
         raise where.error(row, "on", f"on must be a table of texts, `backend` and options of it, got {on!r}")
     return Waiver(raw["id"], raw["reason"].strip(), raw["issue"].strip(), expiry, fingerprint, where.line(row),
-                  tuple(sorted(on.items())))
+                  tuple(sorted(values.items())))
 
 
 def _fingerprint(raw: Any, where: _Where, row: int) -> Fingerprint:

@@ -123,3 +123,13 @@ def test_the_same_text_without_the_feature_is_no_trace() -> None:
         raise ValueError
 
     assert not leaves_a_trace("a", refused, "an op")
+
+
+def test_functions_that_a_target_lacks_are_named_rightly() -> None:
+    from adapters.upstream.tilelang_programs import elementwise
+    from adapters.upstream.tilelang_programs.target import FUNCTION_NAMES, TARGETS
+
+    assert tuple(elementwise.FUNCTIONS) == FUNCTION_NAMES
+    for target in TARGETS.values():
+        assert target.lacks("float32") | target.lacks("float16") | target.lacks("bfloat16") < set(FUNCTION_NAMES)
+    assert TARGETS["sm_90a"].lacks("float16") == {"log1p"}

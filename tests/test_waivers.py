@@ -165,7 +165,7 @@ def test_usage_lists_what_matched_nothing():
 def test_a_waiver_may_be_of_one_backend_and_its_options():
     text = """[[waiver]]
 id = "tilelang.cast/*"
-on = { backend = "compiler", target = "ascend" }
+on = { backend = "compiler", target = ["ascend", "other"] }
 reason = "no rule"
 issue = "x"
 expiry = 2999-01-01

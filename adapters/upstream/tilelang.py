@@ -186,7 +186,7 @@ class Programs:
         """
         programs = _programs("elementwise")
         family = programs.family_of(function)
-        if function in self.target.missing:
+        if function in self.target.lacks(dtype_of(x)):
             msg = f"TileLang's target {self.target.name} has no {function}"
             raise NotImplementedError(msg)
         kernel = self._kernel("elementwise", "unary", {"dtype": dtype_of(x), "family": family, "tile": tile})

@@ -73,16 +73,13 @@ def family_of(function: str) -> str:
 
 def picked(table: Mapping[str, Function], missing: frozenset[str], which: Any, dtype: str, *args: Any,
            only: tuple[str, ...] | None = None) -> Any:
-    """table[which](*args) as an expression; a function the target lacks stays out, and so do all but `only`.
+    """table[which](*args) as an expression; a function the target lacks stays out.
 
-    Raises NotImplementedError where `only` names what the target lacks: the first argument would come back.
+    `only` names those that are in it instead, so that the compiler is asked whatever is said to be missing.
     """
     result = args[0]
-    if missing.intersection(only or ()):
-        msg = f"this target has no {', '.join(missing.intersection(only or ()))}"
-        raise NotImplementedError(msg)
     for number, (name, function) in enumerate(table.items()):
-        if name not in missing and (only is None or name in only):
+        if name not in missing if only is None else name in only:
             result = T.if_then_else(which == number, T.cast(function(*args), dtype), result)
     return result
 
@@ -113,7 +110,7 @@ def unary(
             for i in target.loop(tile):
                 if b * tile + i < n:
                     value = x[b * tile + i] if through is None else T.cast(T.cast(x[b * tile + i], through), dtype)
-                    out[b * tile + i] = picked(table, target.missing, which, dtype, value, only=only)
+                    out[b * tile + i] = picked(table, target.lacks(dtype), which, dtype, value, only=only)
 
     return unary
 
@@ -139,7 +136,7 @@ def binary(
             for i in target.loop(tile):
                 if block * tile + i < n:
                     at = block * tile + i
-                    out[at] = picked(table, target.missing, which, dtype, a[at], b[at], only=only)
+                    out[at] = picked(table, target.lacks(dtype), which, dtype, a[at], b[at], only=only)
 
     return binary
 

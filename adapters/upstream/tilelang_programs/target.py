@@ -16,6 +16,11 @@ import tilelang.ascend.language as A
 import tilelang.language as T
 
 COMMON = "adapters.upstream.tilelang_programs"
+FUNCTION_NAMES = (
+    "exp", "exp2", "exp10", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sigmoid", "sin", "cos", "tan", "atan",
+    "sinh", "cosh", "tanh", "erf", "floor", "ceil", "trunc", "round", "nearbyint", "abs", "isnan", "isinf", "isfinite",
+)  # fmt: skip
+"""the functions of one value, in the order of `elementwise.FUNCTIONS`"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,8 @@ class Target:
     loop: the parallel loop over the elements of a tile.
     vector: allocates a tile that a loop or a reduction works on.
     threads: threads a block, where the target has them.
-    missing: functions of `elementwise.FUNCTIONS` that this target's code generator lacks.
+    missing: functions of `elementwise.FUNCTIONS` that this target's code generator lacks, and missing_in: those that it
+    lacks in one dtype only; a family of functions is compiled without them.
     text: package with the programs, modules `movement`, `elementwise`, `reduce` and `gemm`.
     finish: kernel text -> (kind, bytes, log) of the vendor's compiler; None where the text is the artefact.
     limits: for a target without a file of its own, op -> limit rows as in `protocol.Support`.
@@ -44,9 +50,14 @@ class Target:
     threads: int = 128
     pass_configs: Mapping[str, Any] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
+    missing_in: Mapping[str, frozenset[str]] = field(default_factory=dict)
     text: str = COMMON
     finish: Callable[[str], tuple[str, bytes, str]] | None = None
     limits: Mapping[str, Any] = field(default_factory=dict)
+
+    def lacks(self, dtype: str) -> frozenset[str]:
+        """The functions of one value that this target does not have in this dtype."""
+        return self.missing | self.missing_in.get(dtype, frozenset())
 
     def program(self, module: str, name: str) -> Callable[..., Any]:
         """The builder of a program in this target's text."""
@@ -68,7 +79,16 @@ CPU = Target(
     missing=frozenset({"abs", "exp10", "isfinite", "isinf"}),
 )
 
-CUDA = Target("cuda", "cuda", "auto", T.alloc_shared, T.alloc_fragment, T.Parallel)
+_PREDICATES = frozenset({"isnan", "isinf", "isfinite"})
+CUDA = Target(
+    "cuda",
+    "cuda",
+    "auto",
+    T.alloc_shared,
+    T.alloc_fragment,
+    T.Parallel,
+    missing_in={"float16": frozenset({"log1p"}), "bfloat16": frozenset({"log1p"}) | _PREDICATES},
+)
 
 # Without the letter behind it an arch lowers, but nvcc refuses the text of warp-specialised kernels.
 SM90A = replace(CUDA, name="sm_90a", compile_target={"kind": "cuda", "arch": "sm_90a"})
@@ -85,6 +105,8 @@ ASCEND = Target(
     vector=A.alloc_shared,
     # Vectorised loops over 8 and 16 bits have no type in the text of a T.SimtVF.
     pass_configs={"tirx.disable_vectorize": True},
+    missing_in={"float16": frozenset({"sinh", "cosh", "nearbyint"}),
+                "bfloat16": frozenset(FUNCTION_NAMES) - {"rsqrt", "sigmoid"}},
     text=f"{COMMON}.ascend",
 )
 

@@ -18,7 +18,7 @@ def unary(target: Target, *, dtype: str, family: str, tile: int, only: tuple[str
         with T.Kernel(T.ceildiv(n, tile)) as b, T.SimtVF(threads=target.threads):
             for i in target.loop(tile):
                 if b * tile + i < n:
-                    out[b * tile + i] = picked(table, target.missing, which, dtype, x[b * tile + i], only=only)
+                    out[b * tile + i] = picked(table, target.lacks(dtype), which, dtype, x[b * tile + i], only=only)
 
     return unary
 
@@ -34,7 +34,7 @@ def binary(target: Target, *, dtype: str, tile: int, only: tuple[str, ...] | Non
             for i in target.loop(tile):
                 if block * tile + i < n:
                     at = block * tile + i
-                    out[at] = picked(table, target.missing, which, dtype, a[at], b[at], only=only)
+                    out[at] = picked(table, target.lacks(dtype), which, dtype, a[at], b[at], only=only)
 
     return binary
 
