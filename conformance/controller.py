@@ -112,7 +112,15 @@ class Controller(Worker):
                     raise UsageError(msg)
                 self.info["planned"] = list(dict.fromkeys([*before.get("planned", ()), *planned]))
                 self.info["started"] = before.get("started", self.info["started"])
+            self.forget_events(before)
             self.journal.write_info(self.info)
+
+    def forget_events(self, before: dict[str, Any]) -> None:
+        """What devices did in a run that was cut off is kept in run.json; each has another chance in this one."""
+        if self.handed["devices"]:
+            events = Board(self.run_dir / EVENTS_FILE)
+            self.info |= devices_info(events.read(), before)
+            (self.run_dir / EVENTS_FILE).unlink(missing_ok=True)
 
     def pytest_configure_node(self, node: Any) -> None:
         """Called by xdist for each worker before it starts."""
@@ -179,7 +187,7 @@ class Controller(Worker):
         self.records = self.final_records()
         self.device_rows = Board(self.run_dir / EVENTS_FILE).read()
         if self.handed["devices"]:
-            self.info |= devices_info(self.device_rows, self.journal.before)
+            self.info |= devices_info(self.device_rows, self.info)
         if self.progress is not None:
             self.progress.stop()
         try:
@@ -196,7 +204,7 @@ class Controller(Worker):
         if not enough and (exitstatus in kept or session.exitstatus in kept):
             return
         code = exit_code(self.records.values())
-        if code == EXIT_NOTHING_RUN and self.complaints:
+        if code == EXIT_NOTHING_RUN and (self.complaints or self.info.get("quarantined")):
             code = EXIT_INCONCLUSIVE
         session.exitstatus = code
 

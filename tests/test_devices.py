@@ -149,10 +149,22 @@ def test_with_no_device_left_the_rest_is_not_run(tmp_path: Path) -> None:
 
 
 def test_devices_that_never_were_are_no_verdict_on_the_ops(tmp_path: Path) -> None:
-    done = many(tmp_path, "--claim=all", unborn="0+1")
+    done = many(tmp_path, unborn="0+1")
     assert {r.status for r in done.run.records.values()} == {"not_run"}
     assert done.code == 6
     assert len(done.run.info["quarantined"]) == 2
+
+
+def test_a_resumed_run_gives_each_device_another_chance_and_forgets_nothing(tmp_path: Path) -> None:
+    first = many(tmp_path, n=1, dies="0")
+    assert [q["device"] for q in first.run.info["quarantined"]] == ["0"]
+    (tmp_path / "machine" / "dead-0").unlink()
+    # As if it had been cut off before its end.
+    Board(tmp_path / "run" / "devices-events.jsonl").note("quarantined", "0", why="it burned", case="")
+    again = many(tmp_path, "--resume", n=1, dies="0")
+    statuses = [r.status for r in again.run.records.values()]
+    assert statuses.count("pass") == len(statuses) - 1
+    assert [q["why"][:9] for q in again.run.info["quarantined"]] == ["it did no", "it burned"]
 
 
 def test_a_device_is_recovered_with_rising_force_and_a_lost_one_is_a_crash(tmp_path: Path) -> None:
