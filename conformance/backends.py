@@ -142,6 +142,11 @@ def complaints(description: Description, declared: Iterable[Op]) -> list[str]:
         out.extend(f"{pattern}: a limit on {field!r}, which is no variant key, size, value or <arg>.row_bytes"
                    for row in support.limits if mine for field in (row["field"], *row.get("when", ()))
                    if field not in fields)
+        sizes = {s for op in mine for s in op.sizes}
+        out.extend(f"{pattern}: a tile of {name!r}, which is no size; sizes: {', '.join(sorted(sizes))}"
+                   for name in support.tiles if mine and name not in sizes)
+        out.extend(f"{pattern}: a compile key {name!r}, which is no variant key, size or value"
+                   for name in support.compile_key if mine and name not in fields)
     return out
 
 

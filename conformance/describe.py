@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from conformance.catalogue.load import functions, required_checks
-from conformance.collect import find_case
+from conformance.collect import all_cases, find_case
 from conformance.engine.checks import CHECKS
 from conformance.engine.draw import first_chunk
+from conformance.engine.example import build
 from conformance.engine.misuse import misuse_of, problem_of
 from conformance.engine.relations import drawn_case, relation_of
-from conformance.model import Size
+from conformance.model import Op, Problem, Size
+from conformance.protocol import FORMATS, Arg, DTypeArg, TensorArg, TupleArg, ValueArg
+
+PACKED = {f.name for f in FORMATS.values() if f.per_item > 1}
+"""formats that their storage dtype does not tell"""
 
 
 def describe_case(case_id: str, seed: int, problems: int) -> str:
-    """A page about one case. Raises UsageError for an unknown id."""
-    case = find_case(case_id)
+    """A page about one case; of an op or a prefix, about the first case of it. Raises UsageError for an unknown one."""
+    case = find_case(_first_of(case_id))
     op = case.op
     lines = [case.id, f"  {op.doc}", f"  check {case.check}: {CHECKS[case.check].doc}"]
     signature = next((f.signature for f in functions(op.module) if f.name == op.name), "")
@@ -26,16 +32,56 @@ def describe_case(case_id: str, seed: int, problems: int) -> str:
     lines += [f"  does not apply: {text}" for text in others]
     if case.check == "rejects":
         m = misuse_of(op, case.variant["misuse"])
-        lines += [f"  misuse ({m.kind}): {m.doc}", json.dumps(problem_of(case, seed).to_json())]
+        lines += [f"  misuse ({m.kind}): {m.doc}; must raise one of {', '.join(m.raises)}" if m.raises else
+                  f"  misuse ({m.kind}): {m.doc}", json.dumps(problem_of(case, seed).to_json())]
         return "\n".join(lines)
     relation = relation_of(case)
     if relation:
         lines.append(f"  relation: {relation.doc}")
     drawn, digest = first_chunk(drawn_case(case), seed)
     lines.append(f"  draws_sha256 {digest} (seed {seed})")
+    lines += ["  the first problem, as it is called:", *_calls(op, drawn[0])]
     for p in drawn[:problems]:
         lines.append(json.dumps({k: v for k, v in p.to_json().items() if k not in ("op", "variant")}))
     return "\n".join(lines)
+
+
+def _first_of(query: str) -> str:
+    start = query.rstrip("*").removesuffix("...")
+    ids = [c.id for c in all_cases()]
+    if query in ids:
+        return query
+    usual = (i for begin in (f"{start}/values", start) for i in ids if start and i.startswith(begin))
+    return next(usual, query)
+
+
+def _calls(op: Op, problem: Problem) -> Iterator[str]:
+    """Each call of the first rank: arguments with dtype, shape and strides in elements, and what comes back."""
+    example = build(op, problem, {})
+    for name in sorted({s.name for s in op.settings if s.when(problem.variant)}):
+        yield f"    under the setting {name} = {problem.values.get(name, 'a constant of the case')}"
+    for step in example.plans[0].steps:
+        yield f"    {step.call.op}("
+        for name, arg in step.call.args.items():
+            yield f"      {name} = {_argument(arg)}{', written' if name in step.outs else ''}"
+        results = [f"{e.leaf.name}: " + (f"{_dtype(FORMATS[e.format].storage, e.format)} {list(e.shape)}"
+                                         if e.kind == "array" else e.kind) for e in step.expects]
+        yield f"    ) -> {'; '.join(results) or 'None'}"
+
+
+def _dtype(storage: str, fmt: str) -> str:
+    return f"{storage} (holds {fmt})" if fmt in PACKED else storage
+
+
+def _argument(arg: Arg) -> str:
+    if isinstance(arg, TensorArg):
+        s = arg.spec
+        return f"{_dtype(s.dtype, s.format)} {list(s.shape)}, strides {list(s.strides)}"
+    if isinstance(arg, TupleArg):
+        return "(" + ", ".join(map(_argument, arg.items)) + ")"
+    if isinstance(arg, ValueArg):
+        return repr(arg.value)
+    return f"dtype {arg.name}" if isinstance(arg, DTypeArg) else f"what an earlier call returned as {arg.name}"
 
 
 def _size(size: Size) -> str:

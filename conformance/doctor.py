@@ -166,7 +166,7 @@ def contract_rows(patient: Patient, usable: list[str]) -> Iterator[Row]:
         mine = {call: names for call, names in calls.items() if call.partition(".")[0] == module}
         if mine:
             yield row("methods", module, calls=mine)
-        yield row("settings", module, module=module)
+        yield row("settings", module, module=module, needed=settings_of(patient.bench.description, module))
 
 
 def calls_of(description: Description, modules: list[str]) -> dict[str, list[str]]:
@@ -177,6 +177,16 @@ def calls_of(description: Description, modules: list[str]) -> dict[str, list[str
             for step in op.steps:
                 names = out.setdefault(step.call, [])
                 names += [a.name for a in step.args if a.name not in names]
+    return out
+
+
+def settings_of(description: Description, module: str) -> dict[str, str]:
+    """Every process-wide setting that a supported op of the module is called under, and the first op that is."""
+    out: dict[str, str] = {}
+    for op in ops((module,)):
+        if support_of(description, op.name).supported:
+            for s in op.settings:
+                out.setdefault(s.name, op.name)
     return out
 
 

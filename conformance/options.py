@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from conformance.catalogue.load import MODULES
@@ -11,15 +12,23 @@ from conformance.engine.run import EFFORTS
 from conformance.identity import matches, nearest, unknown
 from conformance.model import CHECKS
 
+
+class Joined(argparse.Action):
+    """Lists given by an option that occurs twice are one list; by default the last would silently count alone."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, ",".join(filter(None, (getattr(namespace, self.dest), values))))
+
+
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--backend", {"metavar": "NAME", "help": "what runs the ops: cpu, nvidia, ascend, or package.module:Class"}),
     ("--backend-option", {"metavar": "K=V", "action": "append", "default": [], "help": "an option of the backend"}),
     ("--devices", {"default": "auto", "help": "auto, or device numbers: 0,1"}),
     ("--level", {"default": "full", "help": f"how much is tried: {', '.join(EFFORTS)} (default full)"}),
     ("--claim", {"default": None, "help": "the ops a verdict is relative to: `all`, or a file with an op a line"}),
-    ("--module", {"default": "", "help": "only these modules: a,b"}),
+    ("--module", {"action": Joined, "default": "", "metavar": "A,B", "help": "only these modules: a,b"}),
     ("--case", {"action": "append", "default": [], "metavar": "QUERY", "help": "an id, or any prefix of one with *"}),
-    ("--check", {"default": "", "help": "only these checks: a,b"}),
+    ("--check", {"action": Joined, "default": "", "metavar": "A,B", "help": "only these checks: a,b"}),
     ("--timing", {"action": "store_true", "help": "time calls instead: the check `timing`, one case at a time"}),
     ("--seed", {"type": int, "default": 0, "help": "seed of every draw (default 0)"}),
     ("--examples", {"type": int, "default": None, "help": "problems a case, instead of the level's number"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conformance.cli import COMMANDS, main
+from conformance.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,6 +57,30 @@ def test_list_and_describe(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "draws_sha256" in out
     assert out.count('"seed"') == 2
+
+
+@pytest.mark.parametrize(("query", "said"), [
+    ("deepgemm.bf16_gemm_nt", ["deepgemm.bf16_gemm_nt/values", "under the setting deterministic_algorithms =",
+                               "a = bfloat16 [", "d = bfloat16 [", ", written", ") -> None"]),
+    ("deepgemm.fp8_gemm_nt/values:...", ["a = (float8_e4m3fn [", "float32 ["]),
+    ("deepselect.topk/rejects", ["misuse (universal)", "must raise one of RuntimeError"]),
+    ("deepep.EPBuffer.combine", ["buffer = what an earlier call returned as buffer", "combined_x: bfloat16 ["]),
+    ("tilekernels.quant.per_token_cast*", [": float8_e4m3fn ["]),
+])
+def test_describe_shows_the_call_of_an_op_or_prefix(query: str, said: list[str],
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", query]) == 0
+    out = capsys.readouterr().out
+    assert [s for s in said if s not in out] == [], out
+
+
+def test_an_option_that_lists_may_occur_twice() -> None:
+    parser = argparse.ArgumentParser()
+    for name, kw in OPTIONS:
+        parser.add_argument(name, **kw)
+    args = parser.parse_args(["--module=deepselect", "--module=deepgemm,deepep", "--check", "values"])
+    assert (args.module, args.check) == ("deepselect,deepgemm,deepep", "values")
+    assert parser.parse_args([]).module == ""
 
 
 def test_doctor_finds_the_cpu_modules(capsys: pytest.CaptureFixture[str]) -> None:

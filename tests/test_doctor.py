@@ -13,9 +13,20 @@ from faulty_adapter import MISTAKES
 from conformance import backends
 from conformance.bench import bench_of
 from conformance.cli import main
-from conformance.doctor import Examination, Patient, Row, call_rows, contract_rows, description_rows, examine, page
+from conformance.doctor import (
+    Examination,
+    Patient,
+    Row,
+    call_rows,
+    contract_rows,
+    description_rows,
+    examine,
+    page,
+    settings_of,
+)
+from conformance.engine import contract
 from conformance.engine.attempt import Bench
-from conformance.protocol import FORMATS
+from conformance.protocol import FORMATS, Backend, Description, supported
 
 HERE = Path(__file__).resolve().parent
 FAULTY = "faulty_adapter:Faulty"
@@ -58,6 +69,18 @@ def test_a_mistake_is_told_in_its_row(bench: Bench, mistake: str) -> None:
     failed = {named(r): r.text for r in rows_of(bench, mistake, wanted) if r.state == "failed"}
     assert wanted in failed, failed
     assert len(failed[wanted]) > 20
+
+
+def test_a_setting_that_a_declared_op_needs_and_nobody_has_is_told() -> None:
+    class NoSettings(Backend):
+        pass
+
+    needed = settings_of(Description("x", {"deepgemm.bf16_gemm_nt": supported()}), "deepgemm")
+    assert needed == {"deterministic_algorithms": "deepgemm.bf16_gemm_nt"}
+    backend = NoSettings(device="0", options={}, group=None)
+    with pytest.raises(contract.Failed, match="bf16_gemm_nt sets deterministic_algorithms: get_settings"):
+        contract.settings(backend, {"module": "deepgemm", "needed": needed})
+    assert contract.settings(backend, {"module": "deepselect", "needed": {}}) == "none"
 
 
 def test_a_good_adapter_has_no_failed_row() -> None:

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from conformance.backends import complaints
 from conformance.collect import ops
 from conformance.engine.layout import row_bytes_of
 from conformance.engine.limits import check_limits, problem_limit, support_of, variant_limit
 from conformance.engine.variants import matching
 from conformance.model import Problem
-from conformance.protocol import Description, supported, unsupported
+from conformance.protocol import Description, Support, supported, unsupported
 
 TOPK = next(op for op in ops(("deepselect",)) if op.name == "deepselect.topk")
 VARIANT = matching(TOPK, {"dtype": "bf16", "output_idx": "callee"})
@@ -72,6 +73,17 @@ def test_the_longest_pattern_counts_and_what_none_names_is_not_yet() -> None:
     assert support_of(d, "deepselect.get_stride_requirement").reason == "later"
     other = support_of(d, "deepgemm.bf16_gemm_nt")
     assert (other.supported, other.kind) == (False, "not_yet")
+
+
+@pytest.mark.parametrize(("support", "said"), [
+    (supported(tiles={"M": 96, "n": 160}), "a tile of 'M', which is no size; sizes: k, m, n"),
+    (supported(compile_key=("dtype",)), "a compile key 'dtype', which is no variant key, size or value"),
+    (supported(tiles={"m": 96}, compile_key=("out", "k", "compiled_dims")), ""),
+])
+def test_tiles_and_compile_keys_name_what_there_is(support: Support, said: str) -> None:
+    d = Description("x", {"deepgemm.bf16_gemm_nt": support})
+    told = [text for text in complaints(d, ops(("deepgemm",))) if "deepgemm.bf16_gemm_nt" in text]
+    assert [said in text for text in told] == ([True] if said else [])
 
 
 def test_malformed_limits_are_named() -> None:

@@ -328,9 +328,17 @@ def methods(backend: Backend, request: Mapping[str, Any]) -> str:
 
 
 def settings(backend: Backend, request: Mapping[str, Any]) -> str:
-    """What get_settings tells can be set to the same again, and an unknown setting is refused."""
+    """What declared ops set exists, what get_settings tells can be set to the same again, and others are refused.
+
+    request["needed"]: setting -> the op that sets it.
+    """
     module = request["module"]
     before = backend.get_settings(module)
+    missing = [f"{op} sets {name}" for name, op in request["needed"].items() if name not in before]
+    if missing:
+        told = ", ".join(before) or "none"
+        msg = f"{'; '.join(missing)}: get_settings({module!r}) tells {told}; add it there and to set_settings"
+        raise Failed(msg)
     backend.set_settings(module, dict(before))
     if backend.get_settings(module) != before:
         msg = f"setting {module}'s settings to what they were changed them: {before}, {backend.get_settings(module)}"
