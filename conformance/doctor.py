@@ -291,6 +291,10 @@ def synchronise_row(patient: Patient, op: Op, ladder: list[Problem], seen: list[
                 return Row("synchronise", op.module, "failed",
                            f"{op.name}: results still changed after synchronize() had returned; "
                            "it must wait for every stream and queue that a call used")
+            if got.get("untouched"):
+                return Row("synchronise", op.module, "failed",
+                           f"{op.name}: when synchronize() had returned every result still held what stood there "
+                           "before the call; it must wait for what was launched (or the call launched nothing)")
             times = got["times"]
             if not left:
                 seen.append(times[-1])

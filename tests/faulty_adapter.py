@@ -40,6 +40,7 @@ MISTAKES = {
     "settings_swallowed": "settings deepselect",
     "synchronise_missing": "synchronise deepselect",
     "one_stream_forgotten": "synchronise deepselect",
+    "launch_forgotten": "synchronise deepselect",
     "timer_stands_still": "timer deepselect",
     "timer_in_microseconds": "timer deepselect",
     "timer_skips_a_round": "timer deepselect",
@@ -100,6 +101,9 @@ class Faulty(CpuBackend):
         self.only: Any = None
         if self.mistake in ("synchronise_missing", "one_stream_forgotten"):
             self.run = self.run_late  # type: ignore[method-assign]
+        if self.mistake == "launch_forgotten":
+            self.run = self.run_never  # type: ignore[method-assign]
+        self.fill = 0
 
     def alive(self) -> Any:
         return None if self.mistake == "alive_says_nothing" else super().alive()
@@ -119,6 +123,7 @@ class Faulty(CpuBackend):
         return super().alloc(nbytes, align)
 
     def poison_pool(self, byte: int) -> bool:
+        self.fill = byte or self.fill
         return True if self.mistake == "pool_promised" else super().poison_pool(byte)
 
     def write(self, buf: Any, offset: int, data: memoryview) -> None:
@@ -184,6 +189,14 @@ class Faulty(CpuBackend):
 
         self.late.append(threading.Thread(target=finish))
         self.late[-1].start()
+        return result
+
+    def run_never(self, op: str, kwargs: dict[str, Any]) -> Any:
+        """The results are allocated, and what should fill them is never started."""
+        result = CpuBackend.run(self, op, kwargs)
+        for t in (t for t in result if isinstance(t, torch.Tensor)):
+            memory = t.untyped_storage()
+            torch.empty(0, dtype=torch.uint8).set_(memory, 0, (memory.nbytes(),)).fill_(self.fill)
         return result
 
     def time(self, calls: Any, rounds: int, flush: Any) -> Samples:

@@ -392,7 +392,23 @@ class Probe(_Run):
                 "real_s": real_s}
 
     def go(self) -> dict[str, Any]:
-        return {**super().go(), "times": self.times}
+        out = super().go()
+        return {**out, "times": self.times, "untouched": self.untouched(out)}
+
+    def untouched(self, out: Mapping[str, Any]) -> bool:
+        """Whether every result still holds what stood there before the call: nothing had been computed by then."""
+        view, buffers = self.arena.view, self.request["buffers"]
+        found = []
+        for raw, step in zip(self.request["steps"], out["steps"], strict=True):
+            written = {raw["args"][n]["buffer"] for n in raw.get("outs", []) if raw["args"][n]["kind"] == "tensor"}
+            for b in (buffers[i] for i in written):
+                before, after = view[b["at"] : b["at"] + b["nbytes"]], view[b["back"] : b["back"] + b["nbytes"]]
+                found.append(before == after)
+            for leaf in step.get("leaves", ()):
+                if leaf["kind"] == "tensor" and leaf["nbytes"] and out["pool_watched"]:
+                    image = bytes(view[leaf["at"] : leaf["at"] + leaf["nbytes"]])
+                    found.append(image == bytes([self.request["poison"]]) * len(image))
+        return bool(found) and all(found)
 
 
 TESTS: dict[str, Test] = {
