@@ -8,6 +8,7 @@ import json
 import math
 import shlex
 import shutil
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tabulate import tabulate
 from conformance.results import SCHEMA_VERSION, Record, error_over_bound
 from reports.artifacts import Copier
 from reports.fold import GLYPHS, WORDS, Cell, Matrix, State, fold, module_headline, run_headline, state_of
-from reports.load import load_runs
+from reports.load import LoadedRun, load_runs
 from reports.markup import md, md_code
 from reports.pages import write_pages
 
@@ -74,7 +75,7 @@ def to_markdown(matrix: Matrix) -> str:
     heads = []
     for i, run in enumerate(matrix.runs):
         head = run_headline(run, matrix.column(i))
-        heads.append(f"- {GLYPHS[head.state]} **{md(run.label)}**: {md(head)}")
+        heads.append(f"- {GLYPHS[head.state]} **{md(run.label)}**, {md(_of(run))}: {md(head)}")
         heads += [f"  - {md(note)}" for note in run.notes]
     rows = []
     for module, ops in matrix.modules.items():
@@ -102,6 +103,12 @@ def to_markdown(matrix: Matrix) -> str:
             tabulate(domains, ["op", "run", "domain"], tablefmt="github", disable_numparse=True),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _of(run: LoadedRun) -> str:
+    """Level and day of a run: the same cell says more at a higher level."""
+    day = time.strftime("%Y-%m-%d", time.gmtime(run.info.started)) if run.info.started > 0 else "no date"
+    return f"level {run.info.level}, {day}"
 
 
 def _md_case(record: Record) -> str:
@@ -200,6 +207,7 @@ def to_csv(matrix: Matrix) -> str:
             "op",
             "run",
             "platform",
+            "level",
             "state",
             "verdict",
             "cases",
@@ -219,6 +227,7 @@ def to_csv(matrix: Matrix) -> str:
                 op,
                 run.label,
                 run.info.platform,
+                run.info.level,
                 cell.state.value,
                 cell.verdict,
                 cell.total,

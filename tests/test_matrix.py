@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from conformance.protocol import Description, supported, unsupported
 from conformance.results import Record
 from reports.fold import State, fold, limit_text, module_headline, run_headline
 from reports.load import load_runs
+from reports.matrix import to_csv, to_markdown
 from tests.sample_run import FAILURES, passing, with_changes, write_run
 
 OP = "deepgemm.bf16_gemm_nt"
@@ -239,3 +241,12 @@ def test_broken_headers_cost_only_what_is_broken(tmp_path):
 )
 def test_limits_as_text(row, text):
     assert limit_text(row) == text
+
+
+def test_each_run_is_told_with_level_and_day(tmp_path):
+    """The same count of cases says more at a higher level."""
+    matrix = fold(load_runs([write_run(tmp_path / "r", GOOD)]))
+    info = matrix.runs[0].info
+    day = time.strftime("%Y-%m-%d", time.gmtime(info.started))
+    assert f"**{matrix.runs[0].label}**, level {info.level}, {day}: " in to_markdown(matrix)
+    assert f",{info.platform},{info.level}," in to_csv(matrix)
