@@ -10,6 +10,7 @@ from typing import Any
 
 from adapters.ascend.backend import AscendBackend
 from adapters.nvidia.backend import NvidiaBackend
+from adapters.standins.signatures import parsed
 from conformance.protocol import Group
 
 
@@ -25,17 +26,15 @@ class Recorder:
             self.calls.append((name, args, kwargs))
             return answer(*args, **kwargs) if callable(answer) else answer
 
-        plain = name.rpartition(".")[2]
-        scope: dict[str, Any] = {"_told": told, "_wrap": lambda f: f}
         # A signature of its own, so that a wrong argument name is refused and `inspect` sees what it would see.
-        exec(f"def {plain}(*args, **kwargs):\n    _sig({plain!r}, args, kwargs)\n    return _told(args, kwargs)\n"
-             f"def _shape({parameters}): pass\n", scope)
-        shape = scope["_shape"]
-        import inspect
+        signature = parsed(f"({parameters})")
 
-        scope["_sig"] = lambda _, args, kwargs: inspect.signature(shape).bind(*args, **kwargs)
-        made = scope[plain]
-        made.__signature__ = inspect.signature(shape)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            signature.bind(*args, **kwargs)
+            return told(args, kwargs)
+
+        made.__name__ = made.__qualname__ = name.rpartition(".")[2]
+        made.__signature__ = signature  # type: ignore[attr-defined]
         return made
 
 

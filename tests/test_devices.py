@@ -110,9 +110,9 @@ def test_places_go_to_those_that_come_after() -> None:
     assert [slots.take(n) for n in nodes[3:]] == [0, 1]
 
 
-def test_a_worker_a_device_and_a_dead_one_costs_no_case(tmp_path: Path) -> None:
+def test_a_worker_a_device_and_a_dead_one_costs_one_case_its_trust(tmp_path: Path) -> None:
     done = many(tmp_path, "-n", "auto", n=3, dies="1")
-    assert done.code == 0, done.text
+    assert done.code == 6, done.text
     records = done.run.records.values()
     assert {r.worker for r in records} == {"gw0", "gw1", "gw2"}
     assert {(r.worker, r.device) for r in records if r.worker != "gw1"} <= {("gw0", "0"), ("gw2", "2")}
@@ -120,9 +120,10 @@ def test_a_worker_a_device_and_a_dead_one_costs_no_case(tmp_path: Path) -> None:
     assert not overlaps(tmp_path)
     assert "device busy " in done.text
     assert "% (3 devices)" in done.text
-    assert {r.status for r in records} == {"pass"}
     again = [r for r in records if r.attempt == 2]
     assert len(again) == 1
+    # The call may be what killed the device: a kernel that does so now and then must not come out green.
+    assert {r.id: r.status for r in records if r.status != "pass"} == {again[0].id: "mistrusted"}
     assert again[0].device in ("0", "2")
     assert "device 1 is quarantined: it did not answer after a failure; recover(0) failed, recover(1) failed, " \
            "recover(2) failed" in again[0].message

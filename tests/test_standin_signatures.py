@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 import sys
 
 import pytest
-import torch
 
 from adapters.standins import install, uninstall
 from adapters.standins.arch import arch_of
-from adapters.standins.signatures import PACKAGES, rows_of
+from adapters.standins.signatures import PACKAGES, parsed, rows_of
 from conformance.catalogue.load import MODULES, functions, package_of
 
 
 def parameters(text: str) -> list[tuple[str, str]]:
     """(name, default) of a catalogue signature: `name(a, b=1) -> what`."""
     head = text.partition(" -> ")[0]
-    inner = head[head.index("(") + 1 : head.rindex(")")]
-    signature = inspect.signature(eval(f"lambda {inner}: None", {"inf": math.inf, "torch": torch}))
+    signature = parsed(head[head.index("(") : head.rindex(")") + 1])
     return [(p.name, repr(p.default)) for p in signature.parameters.values()]
 
 

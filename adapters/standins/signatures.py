@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,7 +101,7 @@ def rows_of(package: str, platform: str = "cuda", release: str = "") -> tuple[Ro
             msg = f"{package}.toml: {raw['name']}: a signature without its source"
             raise ValueError(msg)
         out.append(Row(
-            package, raw["name"], _parsed(raw["signature"]), raw["section"], raw.get("kind", table["kind"]),
+            package, raw["name"], parsed(raw["signature"]), raw["section"], raw.get("kind", table["kind"]),
             {**table.get("types", {}), **raw.get("types", {})}, raw.get("also", ""), raw.get("helper", False),
             raw.get("static", False), raw.get("method", False)))
     return tuple(out)
@@ -110,6 +112,34 @@ def version_of(package: str) -> str:
     return tomllib.loads((FOLDER / f"{package}.toml").read_text())["version"]
 
 
-def _parsed(text: str) -> inspect.Signature:
-    """A signature from its text. The data files are this package's own."""
-    return inspect.signature(eval(f"lambda {text[1:-1]}: None", {"torch": torch, "float": float}))
+def parsed(text: str) -> inspect.Signature:
+    """A signature from its text, `(a, b=1, *, c=torch.int64)`; nothing is executed. Raises ValueError.
+
+    Defaults are literals, `inf`, `float("...")`, and names of torch.
+    """
+    try:
+        a = ast.parse(f"lambda {text[1:-1]}: None", mode="eval").body.args  # type: ignore[attr-defined]
+    except SyntaxError as e:
+        msg = f"{text!r} is no signature: {e.msg}"
+        raise ValueError(msg) from None
+    kinds = inspect.Parameter
+    plain = [(p, kinds.POSITIONAL_ONLY) for p in a.posonlyargs] + [(p, kinds.POSITIONAL_OR_KEYWORD) for p in a.args]
+    defaults = [None] * (len(plain) - len(a.defaults)) + list(a.defaults)
+    rows = [(p.arg, kind, d) for (p, kind), d in zip(plain, defaults, strict=True)]
+    rows += [(a.vararg.arg, kinds.VAR_POSITIONAL, None)] if a.vararg else []
+    rows += [(p.arg, kinds.KEYWORD_ONLY, d) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
+    rows += [(a.kwarg.arg, kinds.VAR_KEYWORD, None)] if a.kwarg else []
+    return inspect.Signature([kinds(name, kind, default=kinds.empty if d is None else _default(d))
+                              for name, kind, d in rows])
+
+
+def _default(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id == "inf":
+        return math.inf
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+        return getattr(torch, node.attr)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "float":
+        return float(ast.literal_eval(node.args[0]))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_default(node.operand)
+    return ast.literal_eval(node)

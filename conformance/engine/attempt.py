@@ -69,7 +69,8 @@ class Attempt:
 
 _ORDER = ("error", "crash", "timeout", "oom", "fail", "flaky", "unsupported")
 _REASON_ORDER = ("oob_write", "contract", "dtype", "shape", "layout", "exception", "missing_output", "late_write",
-                 "unwritten", "input_mutated", "alias")
+                 # A count that stays as it was may follow from a lost token, and never the other way round.
+                 "token_lost", "token_duplicated", "unwritten", "input_mutated", "alias")
 
 
 def _severity(f: Finding) -> tuple[int, int]:

@@ -125,7 +125,11 @@ class Losses:
                                f"no other {'devices are' if self.ranks > 1 else 'device is'} left to try it on")
 
     def note(self, record: Record) -> None:
-        """Say in the record what was lost over it."""
+        """Say in the record what was lost over it. What holds on another device is no pass: the call may be why."""
+        if self.gone and record.status == "pass":
+            record.status = "mistrusted"
+            record.message = ("it holds here, but a device was lost for good after a call of this case; whether the "
+                              "call or the device is at fault can't be told: run it again")
         for e in self.gone:
             record.message = f"{record.message}\n{e}".strip()
 
