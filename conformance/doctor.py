@@ -310,13 +310,17 @@ def synchronise_row(patient: Patient, op: Op, ladder: list[Problem], seen: list[
 
 
 def folded(rows: list[Row]) -> Iterator[Row]:
-    """The rows with all formats that have nothing to say in one."""
-    plain = [r for r in rows if r.test == "format" and r.state == "ok" and not r.text]
+    """The rows with all formats in one of which the same is to be said."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for r in rows:
-        if r not in plain:
+        if r.test == "format":
+            alike.setdefault((r.state, r.text), []).append(r.about)
+    for r in rows:
+        if r.test != "format":
             yield r
-        elif r is plain[0]:
-            yield Row("formats", "", "ok", ", ".join(p.about for p in plain))
+        elif about := alike.pop((r.state, r.text), []):
+            many = f"{', '.join(about)}{': ' if r.text else ''}{r.text}"
+            yield r if len(about) == 1 else Row("formats", "", r.state, many)
 
 
 def page(name: str, found: Examination, required: list[str]) -> tuple[str, int]:

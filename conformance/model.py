@@ -380,7 +380,7 @@ class Op:
     sample: Mapping[str, Any] = field(default_factory=dict)
     """sizes of a small ordinary problem, for misuse and examples"""
     core: VariantFn = ALWAYS
-    """variants that the core level has; the others wait for the full one"""
+    """variants that the core level chooses from: few that show every triple of key values"""
     values_only: VariantFn = lambda v: False
     """variants that no check but `values` takes: what sets them apart (data, a function) can't matter to others"""
     compile_key: tuple[str, ...] = ()

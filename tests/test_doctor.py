@@ -21,6 +21,7 @@ from conformance.doctor import (
     contract_rows,
     description_rows,
     examine,
+    folded,
     page,
     settings_of,
 )
@@ -133,3 +134,11 @@ def test_a_required_module_must_exist() -> None:
 
     with pytest.raises(UsageError, match="did you mean deepgemm"):
         page("x", Examination({"deepgemm": ""}), ["deepgem"])
+
+
+def test_formats_of_which_the_same_is_said_share_a_row() -> None:
+    rows = [Row("allocate", "", "ok", "64 MiB"), Row("format", "fp32", "ok", ""),
+            Row("format", "e4m3", "failed", "why"), Row("format", "bf16", "ok", ""),
+            Row("format", "e5m2", "failed", "why"), Row("format", "e8m0", "absent", "x")]
+    assert list(folded(rows)) == [
+        rows[0], Row("formats", "", "ok", "fp32, bf16"), Row("formats", "", "failed", "e4m3, e5m2: why"), rows[-1]]

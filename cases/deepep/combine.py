@@ -103,12 +103,6 @@ ARGS = (
 RESULTS = (Returned("combined_x", "bf16", "t h"), Returned("combined_topk_weights", "fp32", "t k", when=WEIGHTS))
 
 
-def core(v: Variant) -> bool:
-    """Every layout with every source of rows and every bias; of the flags at most one is not the usual."""
-    unusual = (v.weights == "no") + (v.reduction == "single") + (v.sync == "no") + (v.deterministic == "yes")
-    return unusual + (v.epilogue == "deferred") < 2
-
-
 PLAIN = {"layout": "normal", "rows": "returned", "epilogue": "inline", "sync": "yes"}
 OWN = {"layout": "normal", "rows": "given", "sync": "yes"}
 
@@ -119,7 +113,6 @@ COMBINE = Op(
                   weights=("yes", "no"), reduction=("multiple", "single"), sync=("yes", "no"),
                   deterministic=("no", "yes"), epilogue=("inline", "deferred")),
     where=legal,
-    core=core,
     ranks=routing.RANKS,
     sizes=dict(**routing.SIZES, h=choices(256, 512, 2816, 7168)),
     fits=routing.fits,

@@ -25,15 +25,6 @@ def legal(v: Variant) -> bool:
     return v.x == "bf16" or (v.weights == "yes" and v.deterministic == "no")
 
 
-def core(v: Variant) -> bool:
-    """A cached or deferred call with the plain choices of the other keys; scales with counts that are waited for; each
-    payload, layout and flag with every other, but no three flags at once."""
-    if v.cached == "yes" or v.epilogue == "deferred":
-        return v.weights == "yes" and v.deterministic == "no" and (v.cached, v.epilogue) != ("yes", "deferred")
-    unusual = (v.weights == "no") + (v.sync == "no") + (v.deterministic == "yes")
-    return unusual < 2 if v.x == "bf16" else v.sync == "yes"
-
-
 def row_bytes(p: Problem) -> int:
     return 2 * p.h if p.variant.x == "bf16" else p.h + 4 * steps.packs(p)
 
@@ -61,7 +52,6 @@ DISPATCH = Op(
                   sf_order=("row", "column"), weights=("yes", "no"), sync=("yes", "no"), deterministic=("no", "yes"),
                   cached=("no", "yes"), epilogue=("inline", "deferred")),
     where=legal,
-    core=core,
     ranks=routing.RANKS,
     sizes=dict(**routing.SIZES, h=choices(32, 64, 256, 512, 2880, 7168), sf_group=choices(128, 32, 512, 96)),
     fits=routing.fits,

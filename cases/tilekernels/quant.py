@@ -121,7 +121,6 @@ PER_TOKEN_CAST = Op(
     oracle=cast.per_token_cast,
     cost=lambda p: Cost(flops=2 * p.t * p.h, bytes=p.t * p.h * item_bytes(p.variant) + 4 * groups(p)[0] * groups(p)[1]),
     sample=dict(t=5, h=192),
-    core=lambda v: v.num_per_channels in ("32", "128") or v.scale == "e4m3",
     rejects=(
         misuse("fmt of e5m6", fmt="e5m6", raises=REFUSED),
         misuse("num_per_channels of 48", num_per_channels=48, raises=REFUSED),

@@ -1,8 +1,8 @@
-"""Which variants of an op become cases: the whole product, or every pair of keys at least once."""
+"""Which variants of an op become cases: the whole product, or few that show every pair or triple of key values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -19,20 +19,37 @@ def all_variants(op: Op) -> tuple[Variant, ...]:
 
 
 def pairwise(op: Op) -> list[Variant]:
-    """Few legal variants that show every legal pair of key values; greedy, always the same, those of the core first."""
+    """Few legal variants that show every legal pair of key values; those of the core first."""
     legal = sorted((v for v in all_variants(op) if not op.values_only(v)), key=lambda v: not op.core(v))
-    open_pairs = {pair for v in legal for pair in _pairs(v)}
+    return _covering(legal, 2) or legal[:1]
+
+
+CORE_STRENGTH = {"values": 3, "repeat": 1, "degenerate": 1}
+"""how many key values at once level core shows every combination of, by check; of others it has what full has"""
+
+
+@cache
+def core_variants(op: Op, check: str) -> frozenset[Variant]:
+    """Of the variants that `op.core` admits few that show the combinations which this check is to show."""
+    among = all_variants(op) if check == "values" else pairwise(op)
+    return frozenset(_covering([v for v in among if op.core(v)], CORE_STRENGTH[check]))
+
+
+def _covering(variants: Sequence[Variant], strength: int) -> list[Variant]:
+    """Greedily chosen, always the same: each combination of so many key values that occurs among these, occurs."""
+    shown = {v: _combinations(v, strength) for v in variants}
+    still = {c for v in variants for c in shown[v]}
     chosen: list[Variant] = []
-    while open_pairs:
-        best = max(legal, key=lambda v: len(open_pairs & _pairs(v)))
+    while still:
+        best = max(variants, key=lambda v: len(still & shown[v]))
         chosen.append(best)
-        open_pairs -= _pairs(best)
-    return chosen or legal[:1]
+        still -= shown[best]
+    return chosen
 
 
-def _pairs(v: Variant) -> set[Any]:
+def _combinations(v: Variant, strength: int) -> set[Any]:
     items = tuple(dict(v).items())
-    return set(combinations(items, 2)) if len(items) > 1 else {(i,) for i in items}
+    return set(combinations(items, min(strength, len(items))))
 
 
 @cache
@@ -49,6 +66,8 @@ def in_core(case: Case) -> bool:
         return True
     if case.check == "compile":
         return any(op.core(v) for v in all_variants(op) if all(v[k] == x for k, x in keys.items()))
+    if case.check in CORE_STRENGTH:
+        return case.variant in core_variants(op, case.check)
     return op.core(case.variant)
 
 
