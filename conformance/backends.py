@@ -21,7 +21,7 @@ from conformance.catalogue.load import MODULES, functions
 from conformance.engine.executor import end_group, ended
 from conformance.engine.limits import check_limits
 from conformance.identity import nearest, unknown
-from conformance.model import Op
+from conformance.model import Drawn, In, Op, Out, Value
 from conformance.protocol import PLATFORMS, Description, Support, description_from_json, unsupported
 from references.bounds.profile import mistakes as profile_mistakes
 
@@ -118,8 +118,8 @@ def _mistyped(support: Support) -> Iterator[str]:
             yield f"{row['field']}: `given` takes true or false, got {row['given']!r}"
         for test, value in row.items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if test == "in" and not isinstance(value, (list, tuple)):
-                yield f"{row['field']}: `in` takes a list, got {value!r}"
+            if test in ("in", "not_in") and not isinstance(value, (list, tuple)):
+                yield f"{row['field']}: `{test}` takes a list, got {value!r}"
             if test in ("lt", "le", "ge", "multiple_of") and not (number and (test != "multiple_of" or value)):
                 yield f"{row['field']}: `{test}` takes a number, got {value!r}"
 
@@ -139,7 +139,7 @@ def complaints(description: Description, declared: Iterable[Op]) -> list[str]:
             out.append(f"{pattern}: no op of the catalogue{'; ' + close if close else ''}")
         mine = [op for op in ops if fnmatchcase(op.name, pattern)]
         fields = {f for op in mine for f in _fields(op)}
-        out.extend(f"{pattern}: a limit on {field!r}, which is no variant key, size, value or <arg>.row_bytes"
+        out.extend(f"{pattern}: a limit on {field!r}, which is no variant key, size, drawn value or <arg>.row_bytes"
                    for row in support.limits if mine for field in (row["field"], *row.get("when", ()))
                    if field not in fields)
         sizes = {s for op in mine for s in op.sizes}
@@ -151,13 +151,18 @@ def complaints(description: Description, declared: Iterable[Op]) -> list[str]:
 
 
 def _fields(op: Op) -> Iterator[str]:
+    """What a limit can look up: an argument that is never drawn has no value that a limit could keep out."""
     yield from op.variants
     yield from op.sizes
+    yield from (s.name for s in op.settings)
+    yield from ("misuse",) if op.rejects else ()
     for step in op.steps:
         for a in step.args:
+            if isinstance(a, Value) and isinstance(a.value, Drawn):
+                yield from (a.name, f"{step.name}/{a.name}")
             for part in (a, *getattr(a, "parts", ())):
-                yield from (part.name, f"{part.name}.row_bytes", f"{step.name}/{part.name}")
-    yield from (s.name for s in op.settings)
+                if isinstance(part, (In, Out)):
+                    yield f"{part.name}.row_bytes"
 
 
 def doctor(name: str, options: Mapping[str, str], device: str = "0") -> dict[str, Any]:

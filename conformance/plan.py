@@ -124,8 +124,12 @@ def problems(case: Case, support: Support, description: Description, effort: Eff
 
 
 def compile_key(fields: tuple[str, ...], problem: Problem) -> tuple[Any, ...]:
-    """What a compiler specialises on: the op, and the fields that the backend names, or else the declaration."""
-    known = {**problem.sizes, **problem.values, **dict(problem.variant)}
+    """What a compiler specialises on: the op, and the fields that the backend names, or else the declaration.
+
+    Of a size that each rank has for itself the largest: all ranks build one program.
+    """
+    sizes = {n: max(s) if isinstance(s, (list, tuple)) else s for n, s in problem.sizes.items()}
+    known = {**sizes, **problem.values, **dict(problem.variant)}
     return problem.op, *(str(known.get(f)) for f in fields)
 
 

@@ -205,8 +205,8 @@ class Group:
 class Support:
     """What a backend says of one op.
 
-    `limits` are rows `{"field": ..., "in"|"lt"|"le"|"ge"|"multiple_of": value}` that
-    must all hold; `field` names a variant key, a size, a value, or `<arg>.row_bytes`. A row
+    `limits` are rows `{"field": ..., "in"|"not_in"|"lt"|"le"|"ge"|"multiple_of": value}` that
+    must all hold; `field` names a variant key, a size, a value, `<arg>.row_bytes`, or `misuse`. A row
     may say its `reason`, and `when` it holds: `{other field: [values]}`. `given: true|false` says
     that a drawn value must not be None, or must be.
     """

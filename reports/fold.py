@@ -76,13 +76,21 @@ def limit_text(row: Mapping[str, Any]) -> str:
     for key, value in row.items():
         if key == "multiple_of":
             rules.append(f"{name} % {value} = 0")
-        elif key == "in":
-            rules.append(f"{name}: {', '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
+        elif key in ("in", "not_in"):
+            rules.append(f"{name}: {'not ' if key == 'not_in' else ''}{_listed(value)}")
+        elif key == "given":
+            rules.append(f"{name} given" if value else f"{name} not given")
         elif key in _SIGNS:
             rules.append(f"{name} {_SIGNS[key]} {value}")
-        elif key not in ("field", "reason"):
+        elif key not in ("field", "reason", "when"):
             rules.append(f"{name} {key} {value}")
-    return ", ".join(rules)
+    when = row.get("when")
+    where = [f"{k}: {_listed(v)}" for k, v in when.items()] if isinstance(when, Mapping) else []
+    return ", ".join(rules) + (f" where {' and '.join(where)}" if where else "")
+
+
+def _listed(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 @dataclass(frozen=True)

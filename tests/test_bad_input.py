@@ -82,7 +82,7 @@ def test_usage(i: int, answers: list[tuple[int, str]]) -> None:
     (HOSTILE, ["mode=describe_raises"], {}, "whose text can't be had"),
     (HOSTILE, ["mode=describe_exits"], {}, "the process ended with code 0"),
     (HOSTILE, ["mode=only_unknown_ops"], {}, "deepselect.topkk: no op of the catalogue; did you mean deepselect.topk?"),
-    (HOSTILE, ["mode=malformed_limit"], {}, "unknown limit 'at_most'; known: in, lt, le, ge, multiple_of"),
+    (HOSTILE, ["mode=malformed_limit"], {}, "unknown limit 'at_most'; known: in, not_in, lt, le, ge, multiple_of"),
     (HOSTILE, ["mode=mistyped_limit"], {}, "`le` takes a number, got 'seven'"),
     (HOSTILE, ["mode=unknown_profile_key"], {}, "profile nan_sentinal: no such key; known: accumulator"),
     (HOSTILE, ["mode=unknown_profile_value"], {}, "profile nan_sentinel='all'; known: first, row"),
@@ -98,7 +98,7 @@ def test_nothing_left_to_run(backend: str, options: list[str], env: dict[str, st
 
 @pytest.mark.parametrize(("mode", "said"), [
     ("unknown_op", "deepselect.topkk: no op of the catalogue; did you mean deepselect.topk?"),
-    ("unknown_field", "a limit on 'batch', which is no variant key, size, value or <arg>.row_bytes"),
+    ("unknown_field", "a limit on 'batch', which is no variant key, size, drawn value or <arg>.row_bytes"),
     ("describe_prints", "1 passed"),
     ("describe_leaves_a_child", "1 passed"),
 ])

@@ -54,7 +54,7 @@ def flags(tmp_path: Path, **more: Any) -> list[str]:
 
 def many(tmp_path: Path, *args: str, case: str = TOPK, n: int = 2, **more: Any) -> Ended:
     """A run on `n` devices."""
-    return run(tmp_path / "run", f"--case={case}", "--level=core", "--examples=1", *flags(tmp_path, n=n, **more), *args,
+    return run(tmp_path / "run", f"--case={case}", "--level=full", "--examples=1", *flags(tmp_path, n=n, **more), *args,
                backend=MANY)
 
 
@@ -65,7 +65,7 @@ def bench(tmp_path: Path, **more: Any) -> Iterator[Bench]:
 
 
 def tried(b: Bench, tmp_path: Path, case_id: str = PLAIN, examples: int = 3, **config: Any) -> Record:
-    case = next(c for c in cases_at("core", (case_id.partition(".")[0],)) if c.id.startswith(case_id.removesuffix("*")))
+    case = next(c for c in cases_at("full", (case_id.partition(".")[0],)) if c.id.startswith(case_id.removesuffix("*")))
     effort = replace(EFFORTS["core"], examples=examples, shrink_s=5.0)
     return run_case(case, Config(b, effort, 0, tmp_path / "kept", MANY, b.launcher.options, **config))
 
@@ -80,7 +80,7 @@ def overlaps(tmp_path: Path) -> list[str]:
 
 
 def test_groups_and_singles_share_the_devices(tmp_path: Path) -> None:
-    done = run(tmp_path / "run", f"--case={TOPK}", f"--case={COMBINE}", "--module=deepep,deepselect", "--level=core",
+    done = run(tmp_path / "run", f"--case={TOPK}", f"--case={COMBINE}", "--module=deepep,deepselect", "--level=full",
                "--examples=1", *flags(tmp_path, n=4), "-n", "2", backend="many_cpu_backend:ManyCpu")
     assert done.code == 0, done.text
     devices = {r.op: set() for r in done.run.records.values()}
@@ -233,7 +233,7 @@ def test_a_process_that_can_not_be_killed_is_not_waited_for(tmp_path: Path, monk
 
 def test_kill_9_of_a_run_leaves_no_lease(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    more = [f"--case={TOPK}", "--level=core", "--examples=1", *flags(tmp_path, n=2, hold_s=600), "-n", "2"]
+    more = [f"--case={TOPK}", "--level=full", "--examples=1", *flags(tmp_path, n=2, hold_s=600), "-n", "2"]
     proc = start(argv(tmp_path / "run", *more, backend=MANY), mark)
     machine, end = tmp_path / "machine", time.monotonic() + 60
     while len(list(machine.glob("inuse-*"))) < 2 and time.monotonic() < end:
@@ -251,7 +251,7 @@ def test_two_runs_take_turns_and_the_wait_is_told(tmp_path: Path, workers: str) 
     (tmp_path / "leases").mkdir()
     held = Leases(tmp_path / "leases", "many", holder="a run in /runs/other").take(["0"])
     mark = uuid.uuid4().hex
-    more = [f"--case={PLAIN}", "--level=core", "--examples=1", *flags(tmp_path, n=1), "-n", workers]
+    more = [f"--case={PLAIN}", "--level=full", "--examples=1", *flags(tmp_path, n=1), "-n", workers]
     proc = start(argv(tmp_path / "run", *more, backend=MANY), mark)
     assert proc.stdout is not None
     try:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from conformance.backends import complaints
-from conformance.collect import ops
+from conformance.collect import all_cases, ops
 from conformance.engine.layout import row_bytes_of
 from conformance.engine.limits import check_limits, problem_limit, support_of, variant_limit
+from conformance.engine.misuse import problem_of
 from conformance.engine.variants import matching
 from conformance.model import Problem
 from conformance.protocol import Description, Support, supported, unsupported
@@ -22,6 +23,7 @@ PROBLEM = Problem(TOPK.name, VARIANT, {"b": 3, "topk": 8, "vocab": 100}, {}, "no
 @pytest.mark.parametrize(("row", "holds"), [
     ({"field": "vocab", "le": 100}, True), ({"field": "vocab", "lt": 100}, False),
     ({"field": "vocab", "multiple_of": 16}, False), ({"field": "topk", "multiple_of": 8}, True),
+    ({"field": "b", "not_in": [1, 2]}, True), ({"field": "dtype", "not_in": ["bf16"]}, False),
     ({"field": "b", "ge": 4}, False), ({"field": "b", "in": [1, 3]}, True),
     ({"field": "dtype", "in": ["fp32"]}, False), ({"field": "dtype", "in": ["bf16", "fp32"]}, True),
     ({"field": "input.row_bytes", "multiple_of": 64}, True), ({"field": "input.row_bytes", "multiple_of": 1024}, False),
@@ -89,3 +91,31 @@ def test_tiles_and_compile_keys_name_what_there_is(support: Support, said: str) 
 def test_malformed_limits_are_named() -> None:
     d = Description("x", {"a.b": supported(limits=({"le": 3}, {"field": "m", "about": 3}))})
     assert len(check_limits(d)) == 2
+
+
+FP8 = next(op for op in ops(("deepgemm",)) if op.name == "deepgemm.fp8_gemm_nt")
+
+
+@pytest.mark.parametrize(("limits", "variant", "values"), [
+    ((), {"scales": "fp32", "c": "none"}, {}),
+    (({"field": "scales", "in": ["pow2", "ue8m0"]},), {"scales": "pow2", "c": "none"}, {}),
+    (({"field": "scales", "in": ["ue8m0"]}, {"field": "recipe", "given": True},
+      {"field": "recipe", "in": [[1, 1, 128]]}), {"scales": "ue8m0"}, {"recipe": (1, 1, 128)}),
+    (({"field": "scales", "in": ["none of these"]},), {"scales": "fp32", "c": "none"}, {}),
+])
+def test_a_misuse_is_planted_in_what_the_backend_takes(limits: tuple[dict[str, object], ...], variant: dict[str, str],
+                                                       values: dict[str, object]) -> None:
+    case = next(c for c in all_cases(("deepgemm",)) if c.id == "deepgemm.fp8_gemm_nt/rejects:misuse=a_in_bf16")
+    plain = problem_of(case, 7)
+    got = problem_of(case, 7, lambda p: not problem_limit(supported(limits=limits), p))
+    assert {k: got.variant[k] for k in variant} == variant
+    assert {k: got.values[k] for k in values} == values
+    assert (got.sizes, got.seed, got.misuse) == (plain.sizes, plain.seed, plain.misuse)
+
+
+@pytest.mark.parametrize(("field", "told"), [
+    ("input", True), ("abort_when_nan_found", True), ("sorted", True), ("idx_oob_fill_value", False),
+    ("vocab", False), ("input.row_bytes", False), ("topk", False)])
+def test_a_limit_on_what_is_never_drawn_is_a_mistake(field: str, told: bool) -> None:
+    description = Description("x", {"deepselect.topk": supported(limits=({"field": field, "le": 8},))})
+    assert any(f"a limit on '{field}'" in c for c in complaints(description, [TOPK])) is told

@@ -237,6 +237,9 @@ def test_broken_headers_cost_only_what_is_broken(tmp_path):
         ({"field": "k", "lt": 9}, "k < 9"),
         ({"field": "out", "in": ["bf16", "fp32"]}, "out: bf16, fp32"),
         ({"field": "a.row_bytes", "odd": 3}, "a.row_bytes odd 3"),
+        ({"field": "misuse", "not_in": ["a_of_one_axis"]}, "misuse: not a_of_one_axis"),
+        ({"field": "alpha", "given": False, "reason": "why"}, "alpha not given"),
+        ({"field": "c", "in": ["none"], "when": {"out": ["bf16"]}}, "c: none where out: bf16"),
     ],
 )
 def test_limits_as_text(row, text):

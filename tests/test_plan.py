@@ -30,6 +30,14 @@ def test_a_compile_key_is_what_the_backend_names() -> None:
     assert compile_key(support, gemm(8, 16, 32)) != compile_key(support, gemm(8, 16, 24))
 
 
+def test_of_a_size_that_each_rank_has_the_largest_counts() -> None:
+    def group(*t: int) -> Problem:
+        return Problem("deepep.EPBuffer.dispatch", Variant({}), {"t": list(t), "h": 64}, {}, "normal", 0)
+
+    assert compile_key(("t", "h"), group(5, 3, 0)) == ("deepep.EPBuffer.dispatch", "5", "64")
+    assert compile_key(("t", "h"), group(0, 5, 4)) == compile_key(("t", "h"), group(5, 3, 0))
+
+
 def test_memory_is_the_buffers_with_their_guards() -> None:
     m, n, k = 40, 56, 24
     wanted = 2 * (m * k + n * k + m * n) + 3 * 2 * 512

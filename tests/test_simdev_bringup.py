@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,4 +57,8 @@ def test_all_of_it_ends_in_time(tmp_path: Path) -> None:
     assert executed > 100
     assert {r["op"].partition(".")[0] for r in rows} > {"deepgemm", "deepselect", "flashmla"}
     assert 60 < simbench.seconds(clock) < LIMIT_S
+    # A case and its parts go by the same clock.
+    other = re.search(r"other (-?\d+)%", done.stdout)
+    assert other, done.stdout
+    assert 0 <= int(other.group(1)) <= 100
     assert not Path(tmp_path / "none" / "tried").exists()

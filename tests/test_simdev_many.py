@@ -108,7 +108,7 @@ def test_a_device_that_stays_lost_costs_itself_alone(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": simbench.without_torch(tmp_path / "none"), "PYTHONDONTWRITEBYTECODE": "1",
            "SIMDEV_STATE": str(tmp_path / "devices"), "CONFORMANCE_LEASE_DIR": str(tmp_path),
            "CONFORMANCE_FAKE_CLOCK": str(simbench.fake_clock(tmp_path / "clock"))}
-    argv = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"--backend={SIMDEV}", "--level=core", "--examples=2",
+    argv = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"--backend={SIMDEV}", "--level=full", "--examples=2",
             "--module=deepselect", f"--run-dir={tmp_path / 'run'}", "--backend-option=count=2",
             "--backend-option=defect=stays_lost", "--backend-option=on=1",
             "--case=deepselect.topk/values:dtype=fp32,index=int32,order=any,values=yes,*", "cases"]

@@ -60,7 +60,12 @@ class Rig:
 
         @functools.wraps(contract or _no_contract)
         def function(*args: Any, **kwargs: Any) -> Any:
-            bound = row.bind(args[first:], kwargs)
+            try:
+                bound = row.bind(args[first:], kwargs)
+            except TypeError:
+                # The package was called and refused: what it was given has no names to compare by.
+                self.calls.add("call", row.full_name, kwargs, helper=row.helper, other=[], state=state(), unbound=True)
+                raise
             self.calls.add("call", row.full_name, _flat(row, bound), helper=row.helper,
                            other=_not_default(row, bound), state=state())
             try:

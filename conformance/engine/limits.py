@@ -10,12 +10,14 @@ from conformance.model import Problem
 from conformance.protocol import Description, Support, unsupported
 
 _TESTS = {
-    "in": lambda x, v: x in v, "lt": lambda x, v: x < v, "le": lambda x, v: x <= v, "ge": lambda x, v: x >= v,
+    "in": lambda x, v: x in v, "not_in": lambda x, v: x not in v,
+    "lt": lambda x, v: x < v, "le": lambda x, v: x <= v, "ge": lambda x, v: x >= v,
     "multiple_of": lambda x, v: x % v == 0,
 }
 SAYS = ("field", "reason", "when", "given")
 """keys of a row that are no test of a value; `given` is looked at apart, for it is about values that are None"""
-_WORDS = {"in": "must be one of", "lt": "must be below", "le": "must be at most", "ge": "must be at least",
+_WORDS = {"in": "must be one of", "not_in": "must be none of",
+          "lt": "must be below", "le": "must be at most", "ge": "must be at least",
           "multiple_of": "must be a multiple of"}
 
 
@@ -63,7 +65,7 @@ def _first_broken(support: Support, look_up: Any) -> str:
                 continue
             values = got if isinstance(got, list) else [got]
             if not all(_TESTS[test](v, allowed) for v in values):
-                listed = ", ".join(map(str, allowed)) if test == "in" else allowed
+                listed = ", ".join(map(str, allowed)) if test in ("in", "not_in") else allowed
                 return f"{row['field']}={got} {_WORDS[test]} {listed}" + _why(row)
     return ""
 

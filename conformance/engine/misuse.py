@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import islice, product
 from typing import Any
 
 from conformance.engine.attempt import Attempt, Attempts
+from conformance.engine.draw import values_of
 from conformance.engine.example import Example
 from conformance.engine.executor import Outcome
 from conformance.engine.judge import Finding, compare, ended_badly, observe
-from conformance.engine.variants import matching
+from conformance.engine.variants import every_matching
 from conformance.identity import seed_of
 from conformance.model import Case, Misuse, Op, Problem
+
+MOST_VALUES = 256
+"""combinations of drawn values that are looked at for one that a backend takes"""
 
 
 def misuse_of(op: Op, name: str) -> Misuse:
     return next(m for m in op.rejects if m.name == name)
 
 
-def problem_of(case: Case, seed: int) -> Problem:
-    """The small ordinary problem that the misuse is planted in."""
-    m = misuse_of(case.op, case.variant["misuse"])
-    from conformance.engine.draw import values_of
+def problem_of(case: Case, seed: int, admits: Callable[[Problem], bool] = lambda p: True) -> Problem:
+    """The small ordinary problem that the misuse is planted in.
 
-    variant = matching(case.op, m.variant)
-    values = {name: choices[0] for name, choices in values_of(case.op, variant)}
-    sizes = {**{n: s.lo for n, s in case.op.sizes.items()}, **case.op.sample}
-    return Problem(case.op.name, variant, sizes, values, case.op.families[0], seed_of(seed, case.id), {}, m.name)
+    admits: what a backend can run; of the variants and values that the misuse leaves open the first that are
+    admitted, and the plainest where none are.
+    """
+    return next((p for p in _hosts(case, seed) if admits(p)), next(_hosts(case, seed)))
+
+
+def _hosts(case: Case, seed: int) -> Iterator[Problem]:
+    """The problems that the misuse could be planted in, the plainest first."""
+    op, m = case.op, misuse_of(case.op, case.variant["misuse"])
+    sizes = {**{n: s.lo for n, s in op.sizes.items()}, **op.sample}
+    for variant in every_matching(op, m.variant):
+        choices = dict(values_of(op, variant))
+        for values in islice(product(*choices.values()), MOST_VALUES):
+            yield Problem(op.name, variant, sizes, dict(zip(choices, values, strict=True)), op.families[0],
+                          seed_of(seed, case.id), {}, m.name)
 
 
 def run_misuse(attempts: Attempts, problem: Problem) -> Attempt:

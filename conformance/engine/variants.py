@@ -73,11 +73,16 @@ def in_core(case: Case) -> bool:
 
 def matching(op: Op, keys: Mapping[str, str]) -> Variant:
     """The first legal variant with these key values. Raises ValueError where there is none."""
-    for v in all_variants(op):
-        if all(v[k] == x for k, x in keys.items()):
-            return v
-    msg = f"{op.name}: no legal variant has {dict(keys)}"
-    raise ValueError(msg)
+    return next(every_matching(op, keys))
+
+
+def every_matching(op: Op, keys: Mapping[str, str]) -> Iterator[Variant]:
+    """The legal variants with these key values. Raises ValueError where there is none."""
+    among = [v for v in all_variants(op) if all(v[k] == x for k, x in keys.items())]
+    if not among:
+        msg = f"{op.name}: no legal variant has {dict(keys)}"
+        raise ValueError(msg)
+    return iter(among)
 
 
 def cases_of(op: Op, checks: Iterable[str]) -> Iterator[Case]:
