@@ -32,12 +32,16 @@ def write_summary(reporter: Any, run_dir: Path, records: Mapping[str, Record], b
     except OSError as e:
         text = f"the matrix could not be written: {e}; conformance matrix {run_dir} tries again"
     findings = [r for r in records.values() if r.verdict == "nonconforming"]
-    for r in findings[:SHOWN_FAILURES]:
+    alike = alike_findings(findings)
+    for r, more in alike[:SHOWN_FAILURES]:
         line(f"{r.status:8} {r.reason or '':14} {r.id}")
         if r.expectation != "none":
             line(f"         {r.expectation}")
-    if len(findings) > SHOWN_FAILURES:
-        line(f"... and {len(findings) - SHOWN_FAILURES} more")
+        if more:
+            line(f"         and {more} more of this op and check that end so")
+    if len(alike) > SHOWN_FAILURES:
+        left = sum(1 + more for _, more in alike[SHOWN_FAILURES:])
+        line(f"... and {left} more, of {len(alike) - SHOWN_FAILURES} other kinds")
     if findings:
         line("the first again: " + shlex.join(findings[0].replay))
     unsure = [r for r in records.values() if r.verdict == "inconclusive"]
@@ -48,6 +52,14 @@ def write_summary(reporter: Any, run_dir: Path, records: Mapping[str, Record], b
         line(f"waivers that named no case of this run: {', '.join(idle[:5])}")
     line(where_time_went(records.values()))
     line(text)
+
+
+def alike_findings(findings: Iterable[Record]) -> list[tuple[Record, int]]:
+    """The first finding of each op, check and kind, with how many more there are of it; the most frequent first."""
+    groups: dict[tuple[str | None, ...], list[Record]] = {}
+    for r in findings:
+        groups.setdefault((r.op, r.check, r.status, r.reason, r.expectation), []).append(r)
+    return [(g[0], len(g) - 1) for g in sorted(groups.values(), key=len, reverse=True)]
 
 
 def where_time_went(records: Iterable[Record]) -> str:
