@@ -7,8 +7,12 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from conformance.results import EXIT_INCONCLUSIVE, EXIT_NONCONFORMING, EXIT_USAGE
+
+if TYPE_CHECKING:
+    from conformance.protocol import Description
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {}
 
@@ -121,8 +125,9 @@ def list_(argv: list[str]) -> int:
     p = argparse.ArgumentParser("conformance list")
     p.add_argument("query", nargs="?", default="*", help="an id, or any prefix with *")
     p.add_argument("--level", default="full", choices=sorted(EFFORTS))
+    _whose_tiles(p)
     args = p.parse_args(argv)
-    ids = [c.id for c in cases_at(args.level)]
+    ids = [c.id for c in cases_at(args.level, (), _tiles_of(args))]
     found = [i for i in ids if matches(args.query, i)]
     if not found:
         raise UsageError(unknown("case", args.query, ids, limit=5))
@@ -133,14 +138,30 @@ def list_(argv: list[str]) -> int:
 @command("what a case is, and the first problems that are drawn for it")
 def describe(argv: list[str]) -> int:
     from conformance.describe import describe_case
+    from conformance.engine.run import EFFORTS
 
     p = argparse.ArgumentParser("conformance describe")
     p.add_argument("id")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--problems", type=int, default=3)
+    p.add_argument("--level", default="full", choices=sorted(EFFORTS))
+    _whose_tiles(p)
     args = p.parse_args(argv)
-    print(describe_case(args.id, args.seed, args.problems))
+    print(describe_case(args.id, args.seed, args.problems, args.level, _tiles_of(args)))
     return 0
+
+
+def _whose_tiles(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--backend", default="cpu", help="at whose tiles level bringup has its problems (default cpu)")
+    p.add_argument("--backend-option", action="append", default=[])
+
+
+def _tiles_of(args: argparse.Namespace) -> Description | None:
+    """The description that level bringup depends on; no other level does."""
+    from conformance import backends
+    from conformance.options import backend_options
+
+    return backends.describe(args.backend, backend_options(args.backend_option)) if args.level == "bringup" else None
 
 
 @command("try one case, or one kept problem, again")

@@ -6,22 +6,31 @@ import json
 from collections.abc import Iterator
 
 from conformance.catalogue.load import functions, required_checks
-from conformance.collect import all_cases, find_case
+from conformance.collect import UsageError, all_cases, cases_at, find_case
 from conformance.engine.checks import CHECKS
-from conformance.engine.draw import first_chunk
+from conformance.engine.draw import digest, explicit, first_chunk
 from conformance.engine.example import build
 from conformance.engine.misuse import misuse_of, problem_of
 from conformance.engine.relations import drawn_case, relation_of
-from conformance.model import Op, Problem, Size
-from conformance.protocol import FORMATS, Arg, DTypeArg, TensorArg, TupleArg, ValueArg
+from conformance.identity import unknown
+from conformance.model import Case, Op, Problem, Size
+from conformance.protocol import FORMATS, Arg, Description, DTypeArg, TensorArg, TupleArg, ValueArg
 
 PACKED = {f.name for f in FORMATS.values() if f.per_item > 1}
 """formats that their storage dtype does not tell"""
 
 
-def describe_case(case_id: str, seed: int, problems: int) -> str:
-    """A page about one case; of an op or a prefix, about the first case of it. Raises UsageError for an unknown one."""
-    case = find_case(_first_of(case_id))
+def describe_case(case_id: str, seed: int, problems: int, level: str = "full",
+                  description: Description | None = None) -> str:
+    """A page about one case; of an op or a prefix, about the first case of it. Raises UsageError for an unknown one.
+
+    Level bringup draws nothing: its problems stand at the tiles of `description`.
+    """
+    bringup = {c.id: c for c in cases_at(level, (), description)} if level == "bringup" else {}
+    name = _first_of(case_id, tuple(bringup))
+    if bringup and name not in bringup:
+        raise UsageError(unknown("case of level bringup", case_id, bringup, limit=5))
+    case = bringup.get(name) or find_case(name)
     op = case.op
     lines = [case.id, f"  {op.doc}", f"  check {case.check}: {CHECKS[case.check].doc}"]
     signature = next((f.signature for f in functions(op.module) if f.name == op.name), "")
@@ -38,17 +47,24 @@ def describe_case(case_id: str, seed: int, problems: int) -> str:
     relation = relation_of(case)
     if relation:
         lines.append(f"  relation: {relation.doc}")
-    drawn, digest = first_chunk(drawn_case(case), seed)
-    lines.append(f"  draws_sha256 {digest} (seed {seed})")
+    drawn, sha256 = _problems(case, seed, drawn=not bringup)
+    lines.append(f"  draws_sha256 {sha256} (seed {seed})")
     lines += ["  the first problem, as it is called:", *_calls(op, drawn[0])]
     for p in drawn[:problems]:
         lines.append(json.dumps({k: v for k, v in p.to_json().items() if k not in ("op", "variant")}))
     return "\n".join(lines)
 
 
-def _first_of(query: str) -> str:
+def _problems(case: Case, seed: int, *, drawn: bool) -> tuple[list[Problem], str]:
+    if drawn:
+        return first_chunk(drawn_case(case), seed)
+    problems = explicit(drawn_case(case), seed)
+    return problems, digest(problems)
+
+
+def _first_of(query: str, ids: tuple[str, ...] = ()) -> str:
     start = query.rstrip("*").removesuffix("...")
-    ids = [c.id for c in all_cases()]
+    ids = ids or tuple(c.id for c in all_cases())
     if query in ids:
         return query
     usual = (i for begin in (f"{start}/values", start) for i in ids if start and i.startswith(begin))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from conformance.backends import describe
 from conformance.cli import COMMANDS, main
+from conformance.collect import cases_at
 from conformance.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,3 +103,16 @@ def test_layers_hold() -> None:
     lint = Path(sys.executable).parent / "lint-imports"
     done = subprocess.run([str(lint)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "0 broken" in done.stdout, done.stdout + done.stderr
+
+
+def test_level_bringup_is_listed_and_described_at_the_tiles_of_a_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    case = "deepgemm.bf16_gemm_nt/values:out=bf16,c=none,a_major=k,b_major=k"
+    assert main(["list", "--level", "bringup", "deepgemm.bf16*"]) == 0
+    assert case in capsys.readouterr().out.splitlines()
+    wanted = list(next(c for c in cases_at("bringup", (), describe("cpu", {})) if c.id == case).explicit)
+    assert main(["describe", case, "--level", "bringup", "--problems", "999"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{"sizes"')]
+    assert [r["sizes"] for r in rows] == [{**r["sizes"], **sizes} for r, sizes in zip(rows, wanted, strict=True)]
+    assert rows
+    assert main(["describe", case.replace("out=bf16", "out=bf61"), "--level", "bringup"]) == 4
+    assert "unknown case of level bringup" in capsys.readouterr().err
