@@ -67,6 +67,23 @@ def test_a_kernel_that_breaks_in_the_written_package_is_caught(tmp_path: Path) -
     assert done.returncode == 1, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("abi", sorted(kinds()))
+def test_a_written_package_that_can_not_start_ends_a_run_at_once(abi: str, tmp_path: Path) -> None:
+    assert main(["new-backend", "broken", "--abi", abi, "--out", str(tmp_path)]) == 0
+    source = tmp_path / "broken" / "broken" / "backend.py"
+    text = source.read_text()
+    line = "        super().__init__(device=device, options=options, group=group)\n"
+    assert line in text
+    source.write_text(text.replace(line, line + "        raise RuntimeError('no driver')\n"))
+    done = subprocess.run(
+        [sys.executable, "-m", "conformance.cli", "run", "--backend=broken.backend:Broken", "--module=deepselect",
+         "--run-dir=run"], cwd=tmp_path / "broken", capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)})
+    assert done.returncode == 6, done.stdout + done.stderr
+    assert "no driver" in done.stdout + done.stderr
+    assert not list((tmp_path / "broken").glob("run/results*.jsonl"))
+
+
 @pytest.mark.parametrize("name", ["MyChip", "2chips", "my-chip", "class", "numpy", "json", "cpu", "cases"])
 def test_a_name_that_can_not_be_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new-backend", name, "--out", str(tmp_path)]) == 4
