@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from conformance import backends
 from conformance.engine.attempt import Bench
@@ -17,6 +18,11 @@ from conformance.engine.leases import Leases, lease_folder
 def _say(sentence: str) -> None:
     if sentence:
         print(sentence, file=sys.stderr)
+
+
+def _who() -> str:
+    """Who holds a device, as whoever waits for it is told."""
+    return " ".join(["conformance", *sys.argv[1:2]]) if Path(sys.argv[0]).stem in ("conformance", "cli") else "a bench"
 
 
 @contextmanager
@@ -31,7 +37,7 @@ def bench_of(backend: str, options: dict[str, str], inject: str = "") -> Iterato
     profile = {**description.profile, "requirements": dict(description.requirements)}
     pool = None
     if devices is not None:
-        leases = Leases(lease_folder(), description.name, description.processes_per_device, "a replay")
+        leases = Leases(lease_folder(), description.name, description.processes_per_device, _who())
         pool = DevicePool(devices, leases, Board(), waiting=_say)
     try:
         yield Bench(description, launchers[0], launchers[1], ArenaPool(), profile, devices=pool)

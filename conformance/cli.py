@@ -120,15 +120,15 @@ def plan(argv: list[str]) -> int:
 def list_(argv: list[str]) -> int:
     from conformance.collect import UsageError, cases_at
     from conformance.engine.run import EFFORTS
-    from conformance.identity import matches, unknown
+    from conformance.identity import selects, unknown
 
     p = argparse.ArgumentParser("conformance list")
-    p.add_argument("query", nargs="?", default="*", help="an id, or any prefix with *")
+    p.add_argument("query", nargs="?", default="*", help="an id, a module, an op, or any prefix with *")
     p.add_argument("--level", default="full", choices=sorted(EFFORTS))
     _whose_tiles(p)
     args = p.parse_args(argv)
     ids = [c.id for c in cases_at(args.level, (), _tiles_of(args))]
-    found = [i for i in ids if matches(args.query, i)]
+    found = [i for i in ids if selects(args.query, i)]
     if not found:
         raise UsageError(unknown("case", args.query, ids, limit=5))
     print("\n".join(found))
@@ -239,10 +239,9 @@ def waivers(argv: list[str]) -> int:
     today = datetime.date.today()
     used = waiver_file.usage(listed, read_run(args.run).records.values() if args.run else (), today)
     print("\n".join(map(str, used)) if args.run else "\n".join(f"{u.waiver.id}: {u.waiver.reason}" for u in used))
-    stale = [u for u in used if u.expired or (args.run and not u.matched)]
     print(f"{len(used)} waivers, {sum(u.expired for u in used)} expired" + (
         f", {sum(not u.matched for u in used)} that name no case of the run" if args.run else ""))
-    return EXIT_NONCONFORMING if stale else 0
+    return EXIT_NONCONFORMING if any(u.expired for u in used) else 0
 
 
 @command("which public functions are covered, and which checks run on them")

@@ -161,7 +161,8 @@ class Controller(Worker):
             return None
         if hasattr(report, "wasxfail"):
             return "xfailed", "", ""
-        return report.outcome, "", ""
+        # The short summary prints the word; nothing else does, for the progress has lines of its own.
+        return report.outcome, "", report.outcome.upper() if report.failed else ""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if self.progress is None:

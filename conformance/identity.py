@@ -26,6 +26,11 @@ def matches(query: str, case_id: str) -> bool:
     return case_id.startswith(query[:-1]) if query.endswith("*") else case_id == query
 
 
+def selects(query: str, case_id: str) -> bool:
+    """As `matches`; a module, an op, or an op and a check stand for all their cases."""
+    return matches(query, case_id) or (case_id.startswith(query) and case_id[len(query)] in "./:" and bool(query))
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`did you mean` for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -9,7 +9,7 @@ from conformance.catalogue.load import MODULES
 from conformance.collect import UsageError, all_cases, check_names, timing_cases
 from conformance.engine.inject import FAULTS
 from conformance.engine.run import EFFORTS
-from conformance.identity import matches, nearest, unknown
+from conformance.identity import nearest, selects, unknown
 from conformance.model import CHECKS
 
 
@@ -27,7 +27,8 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--level", {"default": "full", "help": f"how much is tried: {', '.join(EFFORTS)} (default full)"}),
     ("--claim", {"default": None, "help": "the ops a verdict is relative to: `all`, or a file with an op a line"}),
     ("--module", {"action": Joined, "default": "", "metavar": "A,B", "help": "only these modules: a,b"}),
-    ("--case", {"action": "append", "default": [], "metavar": "QUERY", "help": "an id, or any prefix of one with *"}),
+    ("--case", {"action": "append", "default": [], "metavar": "QUERY",
+                "help": "an id, a module, an op, or any prefix with *"}),
     ("--check", {"action": Joined, "default": "", "metavar": "A,B", "help": "only these checks: a,b"}),
     ("--timing", {"action": "store_true", "help": "time calls instead: the check `timing`, one case at a time"}),
     ("--seed", {"type": int, "default": 0, "help": "seed of every draw (default 0)"}),
@@ -100,7 +101,7 @@ def check_usage(*, level: str, modules: list[str], checks: list[str], queries: l
     listed = timing_cases("", modules) if timing else all_cases(modules)
     ids = [c.id for c in listed] if queries else []
     for q in queries:
-        if not any(matches(q, i) for i in ids):
+        if not any(selects(q, i) for i in ids):
             start = q.removesuffix("*")
             close = "" if start == q else nearest(start, {i[: len(start)] for i in ids})
             raise UsageError(unknown("case", q, ids, limit=5) + (f"; {close}" if close else ""))

@@ -23,7 +23,7 @@ from conformance.engine.leases import LeaseError
 from conformance.journal import RunDirError
 from conformance.model import Case
 from conformance.options import OPTIONS, split
-from conformance.results import EXIT_INCONCLUSIVE, Record
+from conformance.results import EXIT_INCONCLUSIVE, EXIT_USAGE, Record
 from conformance.worker import Run, Worker
 
 _RUN = pytest.StashKey[Run]()
@@ -75,7 +75,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
         if (not chosen or module in chosen) and relative in ops_by_file((module,)):
             if not parent.config.getoption("--backend"):
                 msg = "cases need a backend: add --backend=cpu (tests of the suite itself: pytest tests)"
-                raise pytest.UsageError(msg)
+                pytest.exit(msg, returncode=EXIT_USAGE)
             return CaseFile.from_parent(parent, path=file_path)
     return None
 

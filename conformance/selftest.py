@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from conformance.engine.attempt import Bench
 from conformance.engine.inject import FAULTS
 from conformance.engine.run import EFFORTS, Config, run_case
 from conformance.engine.wire import die_with_parent
-from conformance.identity import matches
 from conformance.model import Case
 from conformance.options import split
 from conformance.results import EXIT_NONCONFORMING
@@ -109,17 +107,6 @@ def interleaved(cases: list[Case], turn: int) -> list[Case]:
     return [cases[(turn * 7 + i * step) % n] for i in range(n)]
 
 
-@cache
-def known_findings() -> tuple[str, ...]:
-    """Queries of the cases that fail without a planted fault: they prove nothing here."""
-    path = ROOT / "waivers.toml"
-    return tuple(w.id for w in waivers.load(path)) if path.exists() else ()
-
-
-def is_known(case_id: str) -> bool:
-    return any(matches(query, case_id) for query in known_findings())
-
-
 _BENCH: dict[str, Bench] = {}
 
 
@@ -136,7 +123,7 @@ def try_row(row: Row, seed: int, turn: int) -> Caught:
     """Run the row's cases until it is caught; many of them for a correct variant."""
     started = time.monotonic()
     mine = (c for c in cases_at("core", (row.module,)) if c.op.name == row.op)
-    cases = [c for c in mine if (c.check == row.check or not row.reasons) and not is_known(c.id)]
+    cases = [c for c in mine if (c.check == row.check or not row.reasons) and not waivers.is_known(c.id)]
     base = bench()
     profile = {**base.profile, **dict(row.profile)}
     mine = replace(base, profile=profile, case_timeout_s=3.0 if row.inject == "hang" else base.case_timeout_s)

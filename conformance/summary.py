@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tabulate import tabulate
 
 from conformance.collect import ops
 from conformance.foreign import BadLine
@@ -15,8 +17,11 @@ from conformance.progress import bad_line, duration
 from conformance.results import Record
 from conformance.waivers import unmatched
 from reports.matrix import write_all
+from reports.speed import PAGE
+from reports.speed_data import Timed, figure, share_text, time_text, timed_in, word
 
 SHOWN_FAILURES = 12
+SHOWN_TIMES = 20
 PHASES = ("draw", "oracle", "compile", "run", "compare")
 
 
@@ -50,8 +55,25 @@ def write_summary(reporter: Any, run_dir: Path, records: Mapping[str, Record], b
     idle = [w.id for w in unmatched(tuple(waivers), records.values(), datetime.date.today())]
     if idle:
         line(f"waivers that named no case of this run: {', '.join(idle[:5])}")
-    line(where_time_went(records.values()))
+    times = timed_in(records.values())
+    for row in time_rows(times):
+        line(row)
+    if not times:
+        line(where_time_went(records.values()))
     line(text)
+    if times:
+        line(f"the times, their intervals and rooflines: {run_dir / 'matrix' / 'html' / PAGE}")
+
+
+def time_rows(times: Sequence[Timed]) -> list[str]:
+    """A line a timed case, the furthest from the roofline first."""
+    rows = [(t, figure(t.perf, "fraction_roofline")) for t in times]
+    rows.sort(key=lambda r: r[1] or 0.0)
+    table = [(t.label, time_text(t.time_s), share_text(roof), word(t.perf, "verdict"), "unstable" if t.unstable else "")
+             for t, roof in rows[:SHOWN_TIMES]]
+    text = tabulate(table, ("timed", "a call", "of the roofline", "", ""), tablefmt="plain") if table else ""
+    more = [f"... and {len(rows) - SHOWN_TIMES} more"] if len(rows) > SHOWN_TIMES else []
+    return text.splitlines() + more
 
 
 def alike_findings(findings: Iterable[Record]) -> list[tuple[Record, int]]:

@@ -24,6 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,18 @@ def load(path: Path) -> tuple[Waiver, ...]:
     except UnicodeDecodeError as e:
         raise WaiverError(f"{path}: no UTF-8 text (byte {e.start})") from e
     return parse(text, str(path))
+
+
+@cache
+def known_findings() -> tuple[str, ...]:
+    """Queries of the cases that the project's own file waives: they fail with nothing wrong beside what is known."""
+    path = Path(__file__).resolve().parents[1] / "waivers.toml"
+    return tuple(w.id for w in load(path)) if path.exists() else ()
+
+
+def is_known(case_id: str) -> bool:
+    """Whether a case is one of `known_findings`."""
+    return any(matches(query, case_id) for query in known_findings())
 
 
 def parse(text: str, name: str = "waivers") -> tuple[Waiver, ...]:

@@ -24,7 +24,7 @@ from conformance.engine.leases import Leases, lease_folder
 from conformance.engine.order import most_telling
 from conformance.engine.run import EFFORTS, Config, run_case
 from conformance.engine.wire import die_with_parent
-from conformance.identity import matches
+from conformance.identity import selects
 from conformance.journal import WorkerLog
 from conformance.model import Case, Problem
 from conformance.options import backend_options, shard_of, split
@@ -76,7 +76,7 @@ class Run:
                 continue
             if self.checks and case.check not in self.checks:
                 continue
-            named = [q for q in self.queries if matches(q, case.id)]
+            named = [q for q in self.queries if selects(q, case.id)]
             if self.queries and not named:
                 continue
             # What can't apply to a backend of this kind is left out, unless it is asked for by its check.

@@ -25,6 +25,7 @@ from reports.speed_data import time_text, timed_in, word
 TITLES = {
     "broken": "Broken: conformed, does not any more",
     "lost": "Lost: ran in A, not in B",
+    "unwaived": "No longer waived: nonconforming in both, a waiver covered it in A",
     "unclear": "Unclear: had a verdict, has none now",
     "changed": "Still nonconforming, in another way",
     "doubled": "Error over bound at least doubled",
@@ -54,8 +55,9 @@ class Diff:
 
     @property
     def exit_code(self) -> int:
-        """1 if something broke or was lost, else 6 if a verdict was lost or B edited, 5 if nothing ran in both, 0."""
-        if self.changes["broken"] or self.changes["lost"]:
+        """1 if something broke, was lost or is no longer waived; else 6 if a verdict was lost or B edited; 5 if
+        nothing ran in both; else 0."""
+        if any(self.changes[kind] for kind in ("broken", "lost", "unwaived")):
             return EXIT_NONCONFORMING
         if self.changes["unclear"] or self.b.edited:
             return EXIT_INCONCLUSIVE
@@ -100,8 +102,10 @@ def _change(a: Record | None, b: Record | None) -> tuple[str, str]:
     if was_bad and not is_bad:
         return "fixed", sentence
     if is_bad and (a.verdict, a.status, a.reason, a.phase) != (b.verdict, b.status, b.reason, b.phase):
-        worse = a.verdict == Verdict.WAIVED and b.verdict == Verdict.NONCONFORMING
-        return "broken" if worse else "changed", sentence
+        if a.verdict == Verdict.WAIVED and b.verdict == Verdict.NONCONFORMING:
+            alike = (a.status, a.reason, a.phase) == (b.status, b.reason, b.phase)
+            return "unwaived" if alike else "broken", sentence
+        return "changed", sentence
     return "same", ""
 
 

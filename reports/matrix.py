@@ -117,8 +117,12 @@ def _md_case(record: Record) -> str:
     text = f"- {md_code(record.id)}: {md(', '.join(w for w in words if w))}"
     if error is not None:
         text += f", worst error {error:.3g} x bound"
+    if record.waiver:
+        text += f"\n  - waived until {md(record.waiver.get('expiry', '?'))}: {md(record.waiver.get('reason', '?'))} "
+        text += f"({md(record.waiver.get('issue', '?'))})"
     if record.message:
-        text += f". {md(record.message)}"
+        lines = (line.strip().rstrip(";") for line in record.message.splitlines())
+        text += f"\n  - {md('; '.join(filter(None, lines)))}"
     if record.replay:
         text += f"\n  - replay: {md_code(shlex.join(map(str, record.replay)))}"
     return text

@@ -123,7 +123,8 @@ def _index(matrix: Matrix, has_times: bool = False) -> str:
 def _legend() -> Html:
     return tag(
         "footer",
-        "A cell opens its cases. n/m: cases that conform, of all cases known for the op. ",
+        "A cell opens its cases. n/m: cases that conform, or are what the word behind says, of all that are known for "
+        "the op; under it the domain, by the op's own names of sizes. ",
         "In part: all that ran conforms, but something is unsupported, was not run, or lies outside what the backend "
         "declares. Waived: fails as a named waiver says. Inconclusive: no verdict about the op could be reached. "
         "Not yet: the backend does not declare it.",

@@ -122,13 +122,17 @@ def _section(title: str, *content: Html | None, copy: bool = False) -> Html | No
     return join(tag("h5", title, data_copy=copy), *content) if content else None
 
 
+_EXACT = ("observed", "expected")
+"""figures that may differ in their last digit only"""
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, *, exact: bool = False) -> str:
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return repr(value) if exact else f"{value:.6g}"
     return value if isinstance(value, str) else _json(value)
 
 
@@ -140,7 +144,8 @@ def _numerics(numerics: Mapping[str, Any]) -> Html | None:
         return None
     head = tag("tr", tag("th", "output"), *(tag("th", _TITLES.get(k, k.replace("_", " "))) for k in keys))
     body = (
-        tag("tr", tag("td", tag("code", name)), *(tag("td", _text(row[k]) if k in row else "") for k in keys))
+        tag("tr", tag("td", tag("code", name)),
+            *(tag("td", _text(row[k], exact=k in _EXACT) if k in row else "") for k in keys))
         for name, row in rows.items()
     )
     return tag("div", tag("table", head, *body), class_="numbers")

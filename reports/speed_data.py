@@ -92,4 +92,4 @@ def time_text(seconds: float) -> str:
 def share_text(share: float | None) -> str:
     if share is None:
         return NONE
-    return f"{share:.1%}" if share >= 0.01 else f"{share:.2g}"
+    return f"{100 * share:.2g}%" if share < 0.1 else f"{share:.1%}"

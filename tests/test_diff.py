@@ -41,7 +41,7 @@ CHANGES = {
     "newly flaky": (BASE, fails("flaky"), "broken", 1),
     "broken, waived": (BASE, WAIVED, "broken", 1),
     "broken from inconclusive": (fails("oom"), fails("crash"), "broken", 1),
-    "waiver ran out": (WAIVED, fails("tail", expectation="waiver_expired"), "broken", 1),
+    "waiver ran out": (WAIVED, fails("tail", expectation="waiver_expired"), "unwaived", 1),
     "fixed": (fails("tail"), BASE, "fixed", 0),
     "fixed waived": (WAIVED, BASE, "fixed", 0),
     "lost": (BASE, None, "lost", 1),

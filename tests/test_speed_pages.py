@@ -135,4 +135,4 @@ def test_times_by_two_clocks_are_not_compared(tmp_path: Path) -> None:
 
 def test_figures_are_short() -> None:
     assert [time_text(s) for s in (1.5, 2.2299e-3, 4.56e-6, 7e-9)] == ["1.5 s", "2.23 ms", "4.56 µs", "7 ns"]
-    assert [share_text(s) for s in (None, 0.9975, 0.0012)] == ["-", "99.8%", "0.0012"]
+    assert [share_text(s) for s in (None, 0.9975, 0.0012)] == ["-", "99.8%", "0.12%"]

@@ -53,3 +53,18 @@ def test_shares_of_the_time_add_up() -> None:
                   duration_s={"draw": 1.0, "oracle": 2.0, "run": 3.0, "compare": 1.0, "start": 2.0, "device": 9.0})
     assert "other 12%" in where_time_went([done])
     assert "start-up of processes 2 s" in where_time_went([done])
+
+
+def test_a_timing_pass_ends_in_its_times_the_furthest_from_the_roofline_first(tmp_path: Path) -> None:
+    perf = {"time_s": 2e-3, "low_s": 1.9e-3, "high_s": 2.1e-3, "workload": "small", "fraction_roofline": 0.25,
+            "verdict": "not comparable", "unstable": False}
+    timed = [Record(f"deepgemm.op{i}/timing:workload=small", "deepgemm", f"deepgemm.op{i}", {}, "timing", "core",
+                    "pass", verdict="conforming", backend="cpu",
+                    perf={**perf, "fraction_roofline": share, "unstable": i == 1})
+             for i, share in enumerate((0.5, 0.0034))]
+    screen = Screen()
+    write_summary(screen, tmp_path, {r.id: r for r in timed}, (), ())
+    rows = [line.split() for line in screen.lines if line.startswith("deepgemm.op")]
+    assert rows == [["deepgemm.op1", "small", "2", "ms", "0.34%", "not", "comparable", "unstable"],
+                    ["deepgemm.op0", "small", "2", "ms", "50.0%", "not", "comparable"]]
+    assert screen.lines[-1].endswith("speed.html")

@@ -64,7 +64,8 @@ class Attempt:
 
     @property
     def worst(self) -> Finding | None:
-        return min(self.findings, key=_severity, default=None)
+        """The gravest; of several that are, one of the last example, for the decoys come before the problem itself."""
+        return min(self.findings, key=lambda f: (*_severity(f), -f.example), default=None)
 
 
 _ORDER = ("error", "crash", "timeout", "oom", "fail", "flaky", "unsupported")
@@ -233,6 +234,7 @@ class Attempts:
             bad = judge.ended_badly(outcome)
             if bad:
                 self._note_death(executor, bad, len(out.examples) - i - 1)
+                bad.example = i
                 if bad.status == "oom":
                     bad.message += short_of_memory(needed, executor.memory)
                 out.findings.append(bad)
@@ -242,6 +244,8 @@ class Attempts:
                 self.first_times.append(outcome.run_s)
             with self.clock.timed("compare"):
                 out.seen.append(self._judge(example, outcome, out.expected[i], out))
+                for f in out.seen[-1].findings:
+                    f.example = i
         if relate and len(out.seen) == len(out.examples) and not out.findings:
             with self.clock.timed("compare"):
                 out.findings.extend(relate(out.seen))

@@ -42,6 +42,8 @@ class Finding:
     format: str = ""
     outside: bool = False
     """a death that the process may have had no part in"""
+    example: int = -1
+    """which of the attempt's examples it is about, where it is about one"""
 
     @property
     def bug(self) -> tuple[str, str | None]:

@@ -10,28 +10,30 @@ from typing import Any
 import numpy as np
 
 from conformance.engine.attempt import Attempt
+from conformance.engine.judge import Finding
 from conformance.engine.picture import error_map, write_png
 from conformance.identity import slug
 from conformance.protocol import arg_to_json
+from references.formats import codec
 
 MAX_ARRAY_BYTES = 64 << 20
 
 
-def keep(run_dir: Path, case_id: str, attempt: Attempt, *, first: dict[str, Any], seed: int, backend: str,
-         options: dict[str, str], message: str, requirements: dict[str, Any]) -> str:
-    """Write the artifacts of a failing attempt; returns their folder relative to the run directory."""
+def keep(run_dir: Path, case_id: str, attempt: Attempt, worst: Finding, *, first: dict[str, Any], seed: int,
+         backend: str, options: dict[str, str], message: str, requirements: dict[str, Any]) -> str:
+    """Write the artifacts of the example that `worst` is about; returns their folder relative to the run directory."""
     folder = run_dir / "artifacts" / slug(case_id)
     folder.mkdir(parents=True, exist_ok=True)
     note = {"id": case_id, "seed": seed, "backend": backend, "options": options, "message": message,
             "problem": attempt.problem.to_json(), "first_problem": first}
     (folder / "problem.json").write_text(json.dumps(note, indent=1, sort_keys=True) + "\n")
     if attempt.examples:
-        example = attempt.examples[min(len(attempt.seen), len(attempt.examples)) - 1 if attempt.seen else 0]
+        last = min(len(attempt.seen), len(attempt.examples)) - 1 if attempt.seen else 0
+        example = attempt.examples[worst.example if worst.example >= 0 else last]
         for key, codes in example.codes.items():
             _save(folder, f"in.{key}", codes)
-        _script(folder, example, backend, options, case_id)
-    worst = attempt.worst
-    if worst is not None and worst.observed is not None and worst.judgement is not None:
+        _script(folder, example, backend, options, case_id, worst)
+    if worst.observed is not None and worst.judgement is not None:
         _save(folder, f"observed.{worst.output}", worst.observed)
         j = worst.judgement
         for name, a in (("expected", j.expected), ("error_over_bound", j.ratio), ("wrong", j.bad)):
@@ -79,6 +81,8 @@ def main(rank):
     ranks = len(PLAN["ranks"])
     group = Group(rank, ranks, rank, 0, str(MEET), 0, 20.0) if ranks > 1 else None
     backend = load_backend_class(PLAN["backend"])(device="0", options=PLAN["options"], group=group)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_printoptions(precision=9)
     plan = PLAN["ranks"][rank]
     buffers, tokens = [], {{}}
     for i, size in enumerate(plan["buffers"]):
@@ -117,13 +121,32 @@ if __name__ == "__main__":
             os._exit(0)
         children.append(child)
     main(0)
+    for w in PLAN["wrong"]:
+        print(f"was wrong: {{w['output']}} at {{w['at']}}: observed {{w['observed']}}, expected {{w['expected']}}")
     for child in children:
         os.waitpid(child, 0)
     MEET.unlink(missing_ok=True)
 '''
 
 
-def _script(folder: Path, example: Any, backend: str, options: dict[str, str], case_id: str) -> None:
+MOST_WRONG = 8
+"""wrong elements that the script names"""
+
+
+def _wrong(worst: Finding) -> list[dict[str, Any]]:
+    """The first wrong elements with all their digits: what the script's output is to be held against."""
+    if worst.observed is None or worst.judgement is None:
+        return []
+    observed = codec.decode(worst.observed, worst.format)
+    j = worst.judgement
+    at = [tuple(map(int, i)) for i in np.argwhere(j.bad)[:MOST_WRONG]]
+    expected = None if j.expected is None else np.broadcast_to(np.asarray(j.expected), observed.shape)
+    return [{"output": worst.output, "at": list(i), "observed": repr(observed[i].item()),
+             "expected": "see the message" if expected is None else repr(expected[i].item())} for i in at]
+
+
+def _script(folder: Path, example: Any, backend: str, options: dict[str, str], case_id: str,
+            worst: Finding) -> None:
     ranks = []
     for rank, plan in enumerate(example.plans):
         for i, b in enumerate(plan.buffers):
@@ -132,7 +155,7 @@ def _script(folder: Path, example: Any, backend: str, options: dict[str, str], c
         steps = [{"op": s.call.op, "args": {n: arg_to_json(a) for n, a in s.call.args.items()},
                   "returns": list(s.call.returns), "outs": list(s.outs)} for s in plan.steps]
         ranks.append({"buffers": [b.nbytes for b in plan.buffers], "steps": steps})
-    call = {"backend": backend, "options": options, "ranks": ranks}
+    call = {"backend": backend, "options": options, "ranks": ranks, "wrong": _wrong(worst)}
     (folder / "call.json").write_text(json.dumps(call, indent=1) + "\n")
     (folder / "reproduce.py").write_text(textwrap.dedent(SCRIPT.format(case_id=case_id, name="reproduce.py")))
 

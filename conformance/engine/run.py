@@ -399,8 +399,8 @@ class _CaseRun:
         if not config.confirm:
             return
         try:
-            record.artifacts = keep(config.run_dir, self.case.id, attempt, first=first.to_json(), seed=config.seed,
-                                    backend=config.backend, options=config.options, message=text,
+            record.artifacts = keep(config.run_dir, self.case.id, attempt, finding, first=first.to_json(),
+                                    seed=config.seed, backend=config.backend, options=config.options, message=text,
                                     requirements=dict(config.bench.description.requirements))
         except OSError as e:
             record.message += f"\nthe evidence could not be kept: {e.strerror}; the replay command makes it again"

@@ -1,0 +1,37 @@
+"""What is kept of a failure is of one and the same call: its inputs, what was expected, what came, and the script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from conformance.bench import bench_of
+from conformance.collect import find_case
+from conformance.engine.run import EFFORTS, Config, run_case
+from references.formats import codec
+
+CASE = "deepgemm.bf16_gemm_nt/values:out=fp32,c=none,a_major=k,b_major=k"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_inputs_expected_observed_and_script_belong_together(tmp_path: Path) -> None:
+    options = {"knobs": "drop_tail=1"}
+    with bench_of("cpu", options) as bench:
+        record = run_case(find_case(CASE), Config(bench, EFFORTS["core"], 3, tmp_path, "cpu", options))
+    assert (record.status, record.reason) == ("fail", "numeric"), record.message
+    folder = tmp_path / record.artifacts
+    a, b, expected, observed, wrong = (np.load(folder / f"{n}.npy") for n in (
+        "in.a", "in.b", "expected.d", "observed.d", "wrong.d"))
+    assert record.problem["values"].get("alpha") is None
+    product = codec.decode(a, "bf16") @ codec.decode(b, "bf16").T
+    np.testing.assert_allclose(expected, product, rtol=1e-12)
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    assert abs(observed[at] - product[at]) > 1e-3 * abs(product[at])
+    done = subprocess.run([sys.executable, folder / "reproduce.py"], cwd=ROOT, check=True, stdout=subprocess.PIPE,
+                          text=True)
+    told = f"was wrong: d at {list(at)}: observed {float(observed[at])!r}, expected {float(expected[at])!r}"
+    assert told in done.stdout, done.stdout
+    assert f"{observed[at]:.4g}"[:4] in done.stdout.partition("was wrong")[0]
