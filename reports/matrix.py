@@ -21,6 +21,7 @@ from reports.fold import GLYPHS, WORDS, Cell, Matrix, State, fold, module_headli
 from reports.load import LoadedRun, load_runs
 from reports.markup import md, md_code
 from reports.pages import write_pages
+from reports.record_view import waiver_text
 
 _MARKER = ".conformance-matrix"
 
@@ -118,8 +119,7 @@ def _md_case(record: Record) -> str:
     if error is not None:
         text += f", worst error {error:.3g} x bound"
     if record.waiver:
-        text += f"\n  - waived until {md(record.waiver.get('expiry', '?'))}: {md(record.waiver.get('reason', '?'))} "
-        text += f"({md(record.waiver.get('issue', '?'))})"
+        text += f"\n  - waiver {md(waiver_text(record))}"
     if record.message:
         lines = (line.strip().rstrip(";") for line in record.message.splitlines())
         text += f"\n  - {md('; '.join(filter(None, lines)))}"

@@ -82,6 +82,7 @@ def _record(
     head = tag("h4", run.label, tag("span", icon(state), ", ".join(words), class_=f"badge s-{state.value}"))
     body = join(
         tag("p", record.message, class_="message" + " lines" * ("\n" in record.message)) if record.message else None,
+        _section("waiver", tag("p", waiver_text(record)) if record.waiver else None),
         _numerics(record.numerics),
         _section(
             "picture",
@@ -106,6 +107,12 @@ def _record(
     if quiet:
         return tag("details", tag("summary", head), body, class_="record")
     return tag("div", head, body, class_="record")
+
+
+def waiver_text(record: Record) -> str:
+    """`until <day>: <reason> (<issue>)` of the waiver that names the case; `?` for what it does not say."""
+    said = {k: str((record.waiver or {}).get(k) or "?") for k in ("expiry", "reason", "issue")}
+    return f"until {said['expiry']}: {said['reason']} ({said['issue']})"
 
 
 def _up(href: str) -> str:

@@ -19,6 +19,7 @@ from reports.artifacts import Copier
 from reports.fold import fold
 from reports.load import load_runs
 from reports.matrix import to_csv, to_json, to_markdown, write_all
+from reports.pages import write_pages
 from tests.sample_run import FAILURES, SURFACE, passing, with_changes, write_run, write_sample
 
 OP = "deepgemm.bf16_gemm_nt"
@@ -289,3 +290,19 @@ def test_writing_again_leaves_nothing_old_and_spares_what_is_not_ours(tmp_path):
     with pytest.raises(FileExistsError, match="no matrix of ours"):
         write_all([first], tmp_path / "mine")
     assert (tmp_path / "mine" / "html" / "thesis.tex").exists()
+
+
+def test_a_waived_case_tells_why_it_is_waived_and_shows_all_digits(tmp_path):
+    waiver = {"id": "x", "reason": "sixteen <digits>", "issue": "docs/findings.md#digits", "expiry": "2027-03-31"}
+    numerics = {"out": {"elements": 2, "observed": 16777220.0, "expected": 16777215.0, "worst_ratio": 1.23456789e9}}
+    odd = with_changes(GOOD[0], **{**FAILURES["tail"], "expectation": "waived", "verdict": "waived", "waiver": waiver,
+                                   "numerics": numerics})
+    matrix = matrix_of(tmp_path, [odd])
+    assert "waiver until 2027-03-31: sixteen &lt;digits&gt; (docs/findings.md#digits)" in to_markdown(matrix).replace(
+        "\\", "")
+    write_pages(matrix, tmp_path / "html", Copier(tmp_path / "files"))
+    page = (tmp_path / "html" / "op" / "deepgemm.bf16_gemm_nt.html").read_text()
+    assert "until 2027-03-31: sixteen &lt;digits&gt; (docs/findings.md#digits)" in page
+    assert "16777220.0" in page
+    assert "16777215.0" in page
+    assert "1.23457e+09" in page
