@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Iterable
+from itertools import takewhile
 
 _PAIR = r"[a-z0-9_]+=[a-z0-9_.+-]+"
 ID = re.compile(rf"(?P<op>[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)+)/(?P<check>[a-z]+)(:(?P<keys>{_PAIR}(,{_PAIR})*))?")
@@ -38,10 +39,27 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def unknown(kind: str, word: str, known: Iterable[str], limit: int = 30) -> str:
-    """The message for a name that does not exist: the nearest, and the known ones."""
+    """The message for a name that does not exist: the nearest, and the known ones as far as these are few."""
     names = sorted(known)
-    shown = ", ".join(names[:limit]) + (f", ... ({len(names)} in all)" if len(names) > limit else "")
-    return " ".join(filter(None, (f"unknown {kind} {word!r};", nearest(word, names), f"known: {shown}")))
+    close, ops = _nearest_id(word, names), sorted({n.partition("/")[0] for n in names})
+    if len(names) <= limit:
+        shown = f"known: {', '.join(names)}"
+    elif close:
+        shown = f"({len(names)} in all)"
+    elif len(ops) < len(names):
+        shown = f"known are those of {', '.join(ops)}"
+    else:
+        shown = f"known: {', '.join(names[:limit])}, ... ({len(names)} in all)"
+    return " ".join(filter(None, (f"unknown {kind} {word!r};", close, shown)))
+
+
+def _nearest_id(word: str, names: list[str]) -> str:
+    """As `nearest`; of a case id the case of its op that begins alike for longest."""
+    mine = [n for n in names if n.startswith(word.partition("/")[0] + "/")]
+    if not mine:
+        return nearest(word, names)
+    alike = {n: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(n, word, strict=False))) for n in mine}
+    return f"did you mean {max(mine, key=alike.__getitem__)}?"
 
 
 def slug(case_id: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conformance.collect import all_cases
-from conformance.identity import matches, parse_id, seed_of, slug, unknown
+from conformance.identity import matches, parse_id, seed_of, selects, slug, unknown
 
 
 def test_every_id_follows_the_grammar_and_is_unique() -> None:
@@ -50,3 +50,22 @@ def test_slugs_are_safe_and_differ() -> None:
 def test_seed_of_is_fixed() -> None:
     # Published problems depend on it: this value must never change.
     assert seed_of(0, "m.f/values", 1) == 0x24385FF82781A0DC
+
+
+IDS = [f"m.op/{check}:a={i},b={i % 2}" for check in ("rejects", "values") for i in range(40)]
+
+
+@pytest.mark.parametrize(("word", "said"), [
+    ("m.op/valeus", "did you mean m.op/values:a=0,b=0? (80 in all)"),
+    ("m.op/values:a=17,b=x", "did you mean m.op/values:a=17,b=1? (80 in all)"),
+    ("quite other", "known are those of m.op"),
+])
+def test_an_unknown_case_is_told_the_nearest_of_its_op(word: str, said: str) -> None:
+    assert unknown("case", word, IDS) == f"unknown case {word!r}; {said}"
+
+
+@pytest.mark.parametrize(("query", "wanted"), [
+    ("m.op/values:a=1,b=1", 1), ("m", 80), ("m.op", 80), ("m.op/values", 40), ("m.o", 0), ("m.op/val", 0), ("", 0),
+    ("m.op/values:a=1*", 11), ("m.op/values:a=1", 0)])
+def test_a_selection_takes_whole_names(query: str, wanted: int) -> None:
+    assert sum(selects(query, i) for i in IDS) == wanted
