@@ -22,9 +22,11 @@ from references.formats import codec
 _SCALARS: dict[str, Any] = {"int": (np.int64, "int64"), "bool": (np.bool_, "bool"), "float": (np.float64, "fp64")}
 MEMORY_REASONS = frozenset({"unwritten", "oob_write", "input_mutated", "late_write", "alias"})
 HEAP_DAMAGE = re.compile(
-    r"(free|realloc|malloc|calloc|munmap_chunk|malloc_consolidate|unlink_chunk)\(\): "
-    r"(invalid|corrupted|mismatching|unaligned|unsorted)[^\n]*|malloc: top chunk is corrupt")
-"""what glibc prints before it aborts over a damaged heap"""
+    r"(free|realloc|malloc|calloc|munmap_chunk|mremap_chunk|malloc_consolidate|unlink_chunk)\(\): (?!double free)[^\n]*"
+    r"|corrupted (size vs\. prev_size|double-linked list)[^\n]*|double free or corruption \((!prev|out|top)\)"
+    r"|malloc_check_get_size: memory corruption|malloc: top chunk is corrupt|invalid fastbin entry \(free\)"
+    r"|break adjusted to free malloc space")
+"""What glibc prints before it aborts over a damaged heap; a block that is freed twice is told apart from that."""
 STRUCTURE_REASONS = frozenset({"contract", "dtype", "shape", "layout"})
 
 
