@@ -17,11 +17,13 @@ from adapters.chip_data import load_file
 from adapters.nvidia.backend import NvidiaBackend
 from conformance import backends
 from conformance.catalogue.load import MODULES
-from conformance.collect import ops
+from conformance.collect import all_cases, ops
+from conformance.engine import misuse
+from conformance.engine.layout import row_bytes_of
 from conformance.engine.limits import problem_limit, support_of, variant_limit
 from conformance.engine.variants import matching
-from conformance.model import Op, Problem
-from conformance.protocol import Description
+from conformance.model import Case, Op, Problem
+from conformance.protocol import Description, Support
 from references.bounds.profile import PROFILE, resolve
 
 CHIPS = {"sm90": NvidiaBackend, "sm100": NvidiaBackend, "ascend950": AscendBackend}
@@ -179,3 +181,18 @@ def test_describing_needs_no_framework(name: str) -> None:
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("arch", CHIPS)
+def test_a_misuse_of_every_op_can_be_planted_in_a_problem_that_the_chip_takes(arch: str) -> None:
+    d = described(arch)
+    planted: dict[str, int] = {}
+    for case in (c for c in all_cases() if c.check == "rejects"):
+        support = support_of(d, case.op.name)
+        if support.supported:
+            def admits(p: Problem, case: Case = case, support: Support = support) -> bool:
+                return not problem_limit(support, p, row_bytes_of(case.op, p, d.requirements))
+
+            planted[case.op.name] = planted.get(case.op.name, 0) + admits(misuse.problem_of(case, 0, admits))
+    assert planted
+    assert {op: n for op, n in planted.items() if n < 2} == {}

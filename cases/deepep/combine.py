@@ -103,8 +103,8 @@ ARGS = (
 RESULTS = (Returned("combined_x", "bf16", "t h"), Returned("combined_topk_weights", "fp32", "t k", when=WEIGHTS))
 
 
-PLAIN = {"layout": "normal", "rows": "returned", "epilogue": "inline", "sync": "yes"}
-OWN = {"layout": "normal", "rows": "given", "sync": "yes"}
+PLAIN = {"rows": "returned", "epilogue": "inline", "sync": "yes"}
+OWN = {"rows": "given", "sync": "yes"}
 
 COMBINE = Op(
     "deepep.EPBuffer.combine",
@@ -135,7 +135,7 @@ COMBINE = Op(
         misuse("x one row short", variant=OWN, raises=REFUSED, **{"combine/x": {"shape": "rows-1 h"}}),
         misuse("weights in BF16", variant={**OWN, "weights": "yes"}, raises=REFUSED,
                **{"combine/topk_weights": {"dtype": "bf16"}}),
-        misuse("weights of one lane less", variant={**OWN, "weights": "yes"}, raises=REFUSED,
+        misuse("weights of one lane less", variant={**OWN, "layout": "normal", "weights": "yes"}, raises=REFUSED,
                **{"combine/topk_weights": {"shape": "rows k-1"}}),
         misuse("bias in FP32", variant={**PLAIN, "bias": "one"}, raises=REFUSED, **{"combine/bias": {"dtype": "fp32"}}),
         misuse("bias one token short", variant={**PLAIN, "bias": "one"}, raises=REFUSED,

@@ -17,6 +17,8 @@ from conformance.model import Case, Misuse, Op, Problem
 
 MOST_VALUES = 256
 """combinations of drawn values that are looked at for one that a backend takes"""
+ROUNDER, LONG = (64, 128), 32
+"""multiples that sizes from LONG on are rounded up to, for backends that take no others"""
 
 
 def misuse_of(op: Op, name: str) -> Misuse:
@@ -33,14 +35,16 @@ def problem_of(case: Case, seed: int, admits: Callable[[Problem], bool] = lambda
 
 
 def _hosts(case: Case, seed: int) -> Iterator[Problem]:
-    """The problems that the misuse could be planted in, the plainest first."""
+    """The problems that the misuse could be planted in, the plainest first; then those of rounder sizes."""
     op, m = case.op, misuse_of(case.op, case.variant["misuse"])
-    sizes = {**{n: s.lo for n, s in op.sizes.items()}, **op.sample}
-    for variant in every_matching(op, m.variant):
-        choices = dict(values_of(op, variant))
-        for values in islice(product(*choices.values()), MOST_VALUES):
-            yield Problem(op.name, variant, sizes, dict(zip(choices, values, strict=True)), op.families[0],
-                          seed_of(seed, case.id), {}, m.name)
+    sample = {**{n: s.lo for n, s in op.sizes.items()}, **op.sample}
+    for step in (1, *ROUNDER):
+        sizes = {n: -(-s // step) * step if isinstance(s, int) and s >= LONG else s for n, s in sample.items()}
+        for variant in every_matching(op, m.variant):
+            choices = dict(values_of(op, variant))
+            for values in islice(product(*choices.values()), MOST_VALUES):
+                yield Problem(op.name, variant, sizes, dict(zip(choices, values, strict=True)), op.families[0],
+                              seed_of(seed, case.id), {}, m.name)
 
 
 def run_misuse(attempts: Attempts, problem: Problem) -> Attempt:
