@@ -109,8 +109,7 @@ CLAMP = Op(
 
 CORE_CASTS = frozenset({
     ("fp32", "fp16"), ("fp32", "bf16"), ("fp32", "e4m3"), ("fp32", "e5m2"), ("fp32", "int8"), ("fp32", "int32"),
-    ("fp16", "fp32"), ("bf16", "fp32"), ("fp64", "fp16"), ("fp64", "fp32"), ("int8", "fp32"), ("int32", "fp16"),
-    ("int64", "int32"), ("int8", "uint8"),
+    ("fp16", "fp32"), ("bf16", "fp32"), ("fp64", "fp16"), ("int8", "fp32"), ("int64", "int32"),
 })
 PLAIN_CASTS = frozenset({
     ("fp32", "fp16"), ("fp32", "int8"), ("fp32", "bf16"), ("fp32", "e4m3"), ("fp64", "fp32"), ("int64", "int32"),

@@ -14,9 +14,8 @@ OUTS = {"fp32": ("fp32",), "fp16": ("fp32", "fp16"), "bf16": ("fp32", "bf16"), "
 """formats that the sum is stored in, by format of the operands"""
 
 CORE = frozenset({
-    ("fp16", "fp32", "no", "no", "clear"), ("fp16", "fp32", "no", "yes", "clear"),
-    ("fp16", "fp32", "yes", "no", "clear"),
-    ("fp16", "fp16", "no", "no", "c"), ("fp32", "fp32", "no", "no", "clear"), ("fp32", "fp32", "no", "no", "c"),
+    ("fp16", "fp32", "no", "yes", "clear"), ("fp16", "fp32", "yes", "no", "clear"),
+    ("fp16", "fp16", "no", "no", "c"), ("fp32", "fp32", "no", "no", "c"),
     ("fp32", "fp32", "no", "yes", "clear_accum"), ("int8", "int32", "no", "yes", "clear"),
     ("bf16", "fp32", "no", "yes", "clear"), ("bf16", "bf16", "no", "no", "c"),
     ("e4m3", "fp32", "no", "yes", "clear"),

@@ -23,7 +23,7 @@ CORE = {
              ("absmax", "1", "yes")},
     "fp16": {("sum", "1", "yes")},
     "bf16": {("sum", "1", "yes"), ("max", "1", "yes")},
-    "int32": {("bitxor", "0", "yes"), ("bitor", "1", "no")},
+    "int32": {("bitxor", "0", "yes")},
     "int8": {("max", "1", "yes")},
 }
 """kind, dim, clear by dtype"""

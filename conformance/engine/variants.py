@@ -24,7 +24,7 @@ def pairwise(op: Op) -> list[Variant]:
     return _covering(legal, 2) or legal[:1]
 
 
-CORE_STRENGTH = {"values": 3, "repeat": 1, "degenerate": 1}
+CORE_STRENGTH = {"values": 3, "memory": 1, "repeat": 1, "degenerate": 1}
 """how many key values at once level core shows every combination of, by check; of others it has what full has"""
 
 
