@@ -40,7 +40,7 @@ TABLE = (
     Row("topk_fill", "fail", "numeric", (TOPK.replace("end=no", "end=yes"),)),
     Row("cast_stale_scale", "fail", VALUE, (CAST,)),
     Row("cast_truncate", "fail", VALUE, (CAST,)),
-    Row("ignore_stride", "fail", "numeric nonfinite token_duplicated", (LAYOUT, TOPK)),
+    Row("ignore_stride", "fail", "numeric nonfinite token_duplicated index_range", (LAYOUT, TOPK)),
     Row("packed_output", "fail", "oob_write unwritten numeric", (LAYOUT, TOPK, TOPK_CALLER)),
     Row("behind", "fail", "oob_write", (GEMM, TOPK_CALLER, CAST)),
     Row("before", "fail", "oob_write", ALL),
