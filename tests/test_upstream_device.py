@@ -193,7 +193,7 @@ def conformance(*argv: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize(("name", "device"), [
-    ("nvidia", "is a build without CUDA: install the one"),
+    ("nvidia", "is a build without CUDA: install the one" if torch.version.cuda is None else "finds no GPU: check"),
     ("ascend", "torch_npu is not installed: pip install torch_npu"),
 ])
 def test_without_a_device_doctor_names_each_module_and_a_run_says_so_in_two_lines(
