@@ -70,7 +70,11 @@ def run_misuse(attempts: Attempts, problem: Problem) -> Attempt:
     if not out.findings and m.kind != "trap":
         good = attempts.run(problem)
         out.seen, out.digests, out.expected = good.seen, good.digests, good.expected
+        before = len(out.examples)
+        out.examples.extend(good.examples)
         for f in good.findings:
+            if f.example >= 0:
+                f.example += before
             f.message = f"after the refused call, a good one: {f.message}"
         out.findings.extend(good.findings)
     return out
