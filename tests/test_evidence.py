@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from conformance.bench import bench_of
 from conformance.collect import find_case
@@ -54,3 +55,17 @@ def test_a_wrong_call_after_a_refused_one_fails_and_its_own_evidence_is_kept(tmp
     folder = tmp_path / record.artifacts
     a, b, expected = (np.load(folder / f"{n}.npy") for n in ("in.a", "in.b", "expected.d"))
     product_of(a, b, expected)
+
+
+@pytest.mark.parametrize("error", [IndexError("planted"), ValueError("planted"), OSError(28, "planted")])
+def test_no_verdict_hangs_on_its_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def broken(*args: object, **more: object) -> str:
+        raise error
+
+    monkeypatch.setattr("conformance.engine.run.keep", broken)
+    options = {"knobs": "drop_tail=1"}
+    with bench_of("cpu", options) as bench:
+        record = run_case(find_case(CASE), Config(bench, EFFORTS["core"], 3, tmp_path, "cpu", options))
+    assert (record.status, record.reason) == ("fail", "numeric"), record.message
+    assert "the evidence could not be kept: " in record.message
+    assert "planted" in record.message

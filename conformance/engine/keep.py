@@ -139,8 +139,10 @@ def _wrong(worst: Finding) -> list[dict[str, Any]]:
         return []
     observed = codec.decode(worst.observed, worst.format)
     j = worst.judgement
+    if np.shape(j.bad) != observed.shape:
+        return []  # outputs judged together: the message names what of which is wrong
     at = [tuple(map(int, i)) for i in np.argwhere(j.bad)[:MOST_WRONG]]
-    expected = None if j.expected is None else np.broadcast_to(np.asarray(j.expected), observed.shape)
+    expected = None if np.shape(j.expected) != observed.shape else np.asarray(j.expected)
     return [{"output": worst.output, "at": list(i), "observed": repr(observed[i].item()),
              "expected": "see the message" if expected is None else repr(expected[i].item())} for i in at]
 

@@ -402,5 +402,7 @@ class _CaseRun:
             record.artifacts = keep(config.run_dir, self.case.id, attempt, finding, first=first.to_json(),
                                     seed=config.seed, backend=config.backend, options=config.options, message=text,
                                     requirements=dict(config.bench.description.requirements))
-        except OSError as e:
-            record.message += f"\nthe evidence could not be kept: {e.strerror}; the replay command makes it again"
+        except (OSError, ValueError, LookupError, TypeError) as e:
+            # What is wrong was found before: no verdict hangs on its evidence.
+            why = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
+            record.message += f"\nthe evidence could not be kept: {why}; the replay command makes it again"
