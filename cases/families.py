@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 GEMM_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "cancellation", "one_hot", "powers", "zeros",
-                 "constant", "subnormal_products", "infinities", "nans", "wide")
+                 "constant", "subnormal_products", "infinities", "nans", "wide", "exact")
 FP8_GEMM_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "cancellation", "one_hot", "powers", "zeros",
                      "constant", "subnormal", "near_overflow", "all_bits", "nans")
 SELECT_FAMILIES = ("normal", "integers", "ill_scaled", "constant", "two_valued", "few_valued", "ascending",

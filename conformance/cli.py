@@ -40,10 +40,13 @@ def _pytest(argv: list[str]) -> int:
     return int(pytest.main(["--rootdir", str(root), *argv, *([] if any("::" in a for a in argv) else ["cases"])]))
 
 
+PATHS = ("--run-dir", "--waivers", "--problems", "--reference-run")
+
+
 def _from_here(arg: str, here: Path) -> str:
     """A path option as seen from where the user stands; pytest runs in the root of the checkout."""
     name, sep, value = arg.partition("=")
-    if sep and (name in ("--run-dir", "--waivers", "--problems") or (name == "--claim" and (here / value).is_file())):
+    if sep and (name in PATHS or (name == "--claim" and (here / value).is_file())):
         return f"{name}={(here / value).resolve()}"
     return arg
 
@@ -272,7 +275,7 @@ def new_backend(argv: list[str]) -> int:
 
 @command("plant every fault of the library and see that each is caught")
 def selftest(argv: list[str]) -> int:
-    from conformance.selftest import main as run_selftest
+    from conformance.selftest.command import main as run_selftest
 
     return run_selftest(argv)
 
@@ -282,6 +285,13 @@ def rehearse(argv: list[str]) -> int:
     from conformance.rehearse import main as run_rehearsal
 
     return run_rehearsal(argv)
+
+
+@command("how a backend keeps its sums, measured, and whether its profile says so")
+def fingerprint(argv: list[str]) -> int:
+    from conformance.fingerprint import main as run_fingerprint
+
+    return run_fingerprint(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

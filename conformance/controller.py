@@ -20,7 +20,7 @@ from conformance.engine.devices import EVENTS_FILE, Board
 from conformance.foreign import BadLine, read_lines
 from conformance.journal import RUNS_VARIABLE, Journal, RunDirError, differing
 from conformance.model import COMPILER, Problem
-from conformance.options import check_usage, split
+from conformance.options import check_usage, reference_run, split
 from conformance.progress import Progress, bad_line
 from conformance.protocol import description_to_json
 from conformance.results import (
@@ -67,6 +67,7 @@ class Controller(Worker):
             waivers.load(Path(waiver_file))
             waiver_text = Path(waiver_file).read_text()
         # Whatever may be a mistake of the user's comes before the run directory is made.
+        reference_run(o("--reference-run"))
         fixed, claimed = _read_problems(o("--problems")), claimed_ops(o("--claim"))
         budget_s = 60 * minutes(self.budget_text) if self.budget_text else None
         ready = set_up(config)

@@ -177,7 +177,8 @@ class In:
     group). major: name of the axis whose elements lie side by side, or its number (default the last).
     row_align: bytes that the row stride must be a multiple of (or a function of the variant). forms: of `padded`
     (longer row stride), `apart` (rows that belong to nobody between two slices of the first axis) and `offset`
-    (first row not the buffer's first), what the contract allows. data: makes the codes, for control arrays; families
+    (first row not the buffer's first), what the contract allows. along: axis that the op sums over, where it is not the
+    last: families that pair elements or single one out do it there. data: makes the codes, for control arrays; families
     make all others. shapes: its contents decide the shape of a result, so a decoy keeps them.
     role: in | inout | accumulate | scratch | undefined_after; what stands in an inout or
     accumulate array afterwards is a result. alias: argument whose storage it shares.
@@ -196,6 +197,7 @@ class In:
     alias: str | None = None
     alias_when: VariantFn = ALWAYS
     forms: tuple[str, ...] = ()
+    along: Callable[[Variant], int] | None = None
 
     @property
     def written(self) -> bool:

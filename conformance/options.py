@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from conformance.catalogue.load import MODULES
 from conformance.collect import UsageError, all_cases, check_names, timing_cases
+from conformance.engine import kept_outputs
 from conformance.engine.inject import FAULTS
 from conformance.engine.run import EFFORTS
 from conformance.identity import nearest, selects, unknown
@@ -46,6 +48,9 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--resume", {"action": "store_true", "help": "go on with the run in --run-dir"}),
     ("--shard", {"default": None, "metavar": "K/N", "help": "only the K-th of N parts"}),
     ("--problems", {"default": None, "metavar": "RUN", "help": "exactly the problems that a former run executed"}),
+    ("--keep-outputs", {"action": "store_true", "help": "keep the results of check values, for --reference-run"}),
+    ("--reference-run", {"default": None, "metavar": "RUN",
+                         "help": "a run with kept outputs: tell the ratios of errors to its own beside the verdict"}),
     ("--inject", {"default": None, "metavar": "FAULT", "help": f"plant a fault: {', '.join(FAULTS)}"}),
 )
 
@@ -60,6 +65,16 @@ def backend_options(pairs: list[str]) -> dict[str, str]:
             raise UsageError(msg)
         out[key] = value
     return out
+
+
+def reference_run(run: str | None) -> Path | None:
+    """The run directory to compare with. Raises UsageError for one without kept outputs."""
+    if not run:
+        return None
+    if not (Path(run) / kept_outputs.FOLDER).is_dir():
+        msg = f"--reference-run={run}: no folder {kept_outputs.FOLDER} there; make that run with --keep-outputs"
+        raise UsageError(msg)
+    return Path(run).resolve()
 
 
 def shard_of(text: str | None) -> tuple[int, int]:

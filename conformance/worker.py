@@ -27,7 +27,7 @@ from conformance.engine.wire import die_with_parent
 from conformance.identity import selects
 from conformance.journal import WorkerLog
 from conformance.model import Case, Problem
-from conformance.options import backend_options, shard_of, split
+from conformance.options import backend_options, reference_run, shard_of, split
 from conformance.protocol import Description, description_from_json
 from conformance.results import Record, verdict_of
 
@@ -161,7 +161,8 @@ class Worker(Run):
             fixed = {k: [Problem.from_json(p) for p in v] for k, v in self.handed["fixed"].items()} if (
                 self.handed["fixed"] is not None) else None
             self._config = Config(bench, effort, o("--seed"), self.run_dir, self.backend, self.options,
-                                  self._log.problem, fixed)
+                                  self._log.problem, fixed, keep_outputs=o("--keep-outputs"),
+                                  reference_run=reference_run(o("--reference-run")))
         return self._config
 
     def waiting(self, sentence: str) -> None:

@@ -10,12 +10,13 @@ A key may also be a tuple of outputs that constrain each other, with a `Joint`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from references.formats import codec
+from references.typical import Typical
 
 Array = np.ndarray
 
@@ -60,7 +61,8 @@ class Judgement:
     bad: bool, the output's shape. ratio: error over bound where that makes sense,
     else None. expected: float64 or codes to show beside what was observed.
     reason: of the closed list in `conformance.results`.
-    note: a sentence for what elements alone can't say.
+    note: a sentence for what elements alone can't say. by_chance: the note is about statistics, which reject a correct
+    kernel once in a million tensors: it counts when other data show it again. figures: statistics by name.
     """
 
     bad: Array
@@ -68,6 +70,8 @@ class Judgement:
     ratio: Array | None = None
     reason: str = "numeric"
     note: str = ""
+    by_chance: bool = False
+    figures: Mapping[str, float] | None = None
 
     @property
     def ok(self) -> bool:
@@ -118,12 +122,14 @@ class Within(Expected):
     bound admits, rounds to infinity. Where an output saturates instead, or its format
     has no infinity, the oracle clips value itself.
     unspecified: True where the contract says nothing.
+    typical: how the errors of random data scatter; looked at where every element is within its bound.
     Integers beyond 2**53 are not told apart here; by `Exact` they are.
     """
 
     value: Array
     bound: Array
     unspecified: Array | None = None
+    typical: Typical | None = None
 
     def __post_init__(self) -> None:
         value = np.asarray(self.value, np.float64)
@@ -151,13 +157,29 @@ class Within(Expected):
             error = np.asarray(np.abs(got - self.value))
             good = np.asarray(error <= self.bound)
             if good.all() and self.unspecified is None:
-                return Judgement(np.zeros(self.shape, bool), self.value, self._ratio(error, error > 0))
+                fine = Judgement(np.zeros(self.shape, bool), self.value, self._ratio(error, error > 0))
+                return self._together(fine, got)
             excused = self._same_nonfinite(got) | self._may_overflow(got, fmt)
             if self.unspecified is not None:
                 excused |= self.unspecified
             bad = np.asarray(~(good | excused))
             ratio = self._ratio(np.nan_to_num(error, nan=np.inf), ~excused & (error != 0))
-        return Judgement(bad, self.value, ratio, _reason(bad, ~(np.isfinite(got) & np.isfinite(self.value))))
+        judged = Judgement(bad, self.value, ratio, _reason(bad, ~(np.isfinite(got) & np.isfinite(self.value))))
+        return judged if bad.any() else self._together(judged, got)
+
+    def _together(self, judged: Judgement, got: Array) -> Judgement:
+        """What the errors of all elements say together, where each of them is within its bound."""
+        if self.typical is None or not got.size:
+            return judged
+        with np.errstate(invalid="ignore"):
+            error = got - self.value
+        mask = np.isfinite(error)
+        if self.unspecified is not None:
+            mask &= ~self.unspecified
+        error = np.where(mask, error, 0.0)
+        note = self.typical.complaint(error, self.value, mask)
+        figures = self.typical.figures(error, self.value, mask)
+        return replace(judged, note=note, by_chance=bool(note), figures=figures)
 
     def _ratio(self, error: Array, where: Array) -> Array:
         """error / bound, infinite for an error that the bound can't measure; 0 elsewhere."""

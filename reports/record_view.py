@@ -84,6 +84,7 @@ def _record(
         tag("p", record.message, class_="message" + " lines" * ("\n" in record.message)) if record.message else None,
         _section("waiver", tag("p", waiver_text(record)) if record.waiver else None),
         _numerics(record.numerics),
+        _criteria(record.numerics),
         _section(
             "picture",
             *(
@@ -146,7 +147,7 @@ def _text(value: Any, *, exact: bool = False) -> str:
 def _numerics(numerics: Mapping[str, Any]) -> Html | None:
     """A table, one row an output, one column for every key that any output has."""
     rows = {name: row for name, row in numerics.items() if isinstance(row, dict)}
-    keys = list(dict.fromkeys(k for row in rows.values() for k in row))
+    keys = list(dict.fromkeys(k for row in rows.values() for k in row if k != "criteria"))
     if not keys:
         return None
     head = tag("tr", tag("th", "output"), *(tag("th", _TITLES.get(k, k.replace("_", " "))) for k in keys))
@@ -156,6 +157,24 @@ def _numerics(numerics: Mapping[str, Any]) -> Html | None:
         for name, row in rows.items()
     )
     return tag("div", tag("table", head, *body), class_="numbers")
+
+
+def _criteria(numerics: Mapping[str, Any]) -> Html | None:
+    """What other projects' criteria say of the same results, folded away: information, never a verdict."""
+    told = [(name, criterion, entry) for name, row in numerics.items() if isinstance(row, dict)
+            for criterion, entry in (row.get("criteria") if isinstance(row.get("criteria"), dict) else {}).items()
+            if isinstance(entry, dict)]
+    if not told:
+        return None
+    head = tag("tr", *(tag("th", h) for h in ("output", "criterion", "does not hold in", "largest value", "limit")))
+    body = (
+        tag("tr", tag("td", tag("code", name)), tag("td", criterion),
+            tag("td", f"{_text(e.get('rejected', 0))} of {_text(e.get('problems', 0))} problems"),
+            *(tag("td", _text(e[k]) if k in e else "") for k in ("worst", "limit")))
+        for name, criterion, e in told
+    )
+    return tag("details", tag("summary", "What other criteria say (they decide nothing)"),
+               tag("div", tag("table", head, *body), class_="numbers"))
 
 
 def _artefact(a: Mapping[str, Any] | None) -> str:

@@ -21,6 +21,7 @@ from conformance.results import Record
 CALLEE = "deepselect.topk/values:dtype=fp32,index=int32,order=any,values=yes,end=no,offset=no,output_idx=callee"
 CALLER = CALLEE.replace("callee", "caller")
 MEMORY = "deepselect.topk/memory:dtype=bf16,index=int64,order=index,values=no,end=yes,offset=yes,output_idx=caller"
+REFUSED = "deepselect.topk/rejects:misuse=topk_of_0"
 PLACES = {"write_before": (CALLER, MEMORY), "write_behind": (CALLER, MEMORY), "mutate_input": (CALLEE, CALLER, MEMORY)}
 by_id = {c.id: c for c in cases_at("full", ("deepselect",))}
 
@@ -41,7 +42,8 @@ def attempt(bench: Bench, case: str, fault: str, out: Path, examples: int = 4) -
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda f: f.name)
 def test_told_apart(bench: Bench, fault: Any, tmp_path: Path) -> None:
-    for case in PLACES.get(fault.name, (CALLEE, CALLER)):
+    usual = (REFUSED,) if fault.check == "rejects" else (CALLEE, CALLER)
+    for case in PLACES.get(fault.name, usual):
         r = attempt(bench, case, fault.name, tmp_path)
         told = {"timeout": "timeout", "oom": "oom"}.get(r.status, r.reason)
         assert told in fault.expect, f"{case}: {r.status} {r.reason}: {r.message}"
@@ -107,6 +109,6 @@ def test_lateness_takes_time_to_see(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_without_a_fault(bench: Bench, tmp_path: Path) -> None:
-    for case in (CALLEE, CALLER, MEMORY):
+    for case in (CALLEE, CALLER, MEMORY, REFUSED):
         r = attempt(bench, case, "", tmp_path)
         assert r.status == "pass", r.message

@@ -22,7 +22,15 @@ PROBLEMS = 200
 LIMIT_MS = 5.0
 """on an idle machine; docs/measurements.md tells what was measured"""
 LOADED = 4.0
-"""how much slower this machine may be just now"""
+"""how much slower an idle machine may be than the one where that was measured"""
+
+
+def crowded() -> float:
+    """By how much other processes slow this one down just now: seconds on the clock over seconds of work."""
+    clock, work = time.perf_counter(), time.thread_time()
+    while time.thread_time() - work < 0.2:
+        pass
+    return (time.perf_counter() - clock) / (time.thread_time() - work)
 
 
 def test_a_copying_adapter_leaves_little_to_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +43,7 @@ def test_a_copying_adapter_leaves_little_to_pay(tmp_path: Path, monkeypatch: pyt
                 for i in range(PROBLEMS)]
     answers = tmp_path / "answers"
     answers.mkdir()
-    took_ms = {}
+    took_ms, load = {}, crowded()
     for record in ("yes", "no"):
         options = {"answers": str(answers), "record": record}
         with bench_of("copying_backend:Copying", options) as bench:
@@ -46,5 +54,7 @@ def test_a_copying_adapter_leaves_little_to_pay(tmp_path: Path, monkeypatch: pyt
             took_ms[record] = (time.perf_counter() - begun - found.duration_s.get("start", 0.0)) / PROBLEMS * 1000
             assert found.status == "pass", found.message
             assert found.examples["executed"] == PROBLEMS
-    print(f"{took_ms['no']:.2f} ms a problem, decoy included")
-    assert took_ms["no"] < LIMIT_MS * LOADED, took_ms
+    load = max(load, crowded())
+    print(f"{took_ms['no']:.2f} ms a problem, decoy included, on a machine that is {load:.1f} times shared")
+    # Two processes take turns: each waits for its share of the machine.
+    assert took_ms["no"] < LIMIT_MS * LOADED * load**2, took_ms

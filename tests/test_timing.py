@@ -49,7 +49,8 @@ def test_an_honest_backend_passes(bench: Bench, cheat: str, tmp_path: Path) -> N
     perf = found.perf
     assert perf is not None
     assert perf["clock"] == ("device_event" if cheat else "host")
-    assert (perf["blocks"], perf["executors"], perf["samples"]) == (6, 6, 54)
+    assert (perf["blocks"], perf["executors"]) == (6, 6)
+    assert perf["samples"] >= 54  # more where the machine is slow to warm up
     assert 0 < perf["low_s"] <= perf["time_s"] <= perf["high_s"]
     assert perf["flops"] == 2 * 128 * 256 * 512
     assert perf["bytes"] == 2 * (128 + 256) * 512 + 2 * 128 * 256

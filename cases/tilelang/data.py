@@ -59,7 +59,7 @@ def reduced(axis: Callable[[Variant], int]) -> Callable[[Draw], np.ndarray]:
         along = axis(d.problem.variant)
         if d.problem.variant.kind in ("bitand", "bitor") and d.problem.family not in ("all_bits", "constant"):
             return _rare_bits(d, d.shape[along])
-        codes = make(d, d.problem.family)
+        codes = make(replace(d, along=along), d.problem.family)
         if not differs_by_data(d.problem.variant) or not codes.size:
             return codes
         lines, extent = codes.shape[1 - along], codes.shape[along]

@@ -109,7 +109,7 @@ ATOMIC_ADD = Op(
     sizes=dict(n=edges(1, hi=40, zero=True), k=edges(128, 256, hi=500, zero=True)),
     args=(In("x", From("dtype"), "k"), In("index", From("index"), "k", data=indices("n")),
           Out("out", From("dtype"), "n", accumulates=ALWAYS)),
-    families=(*FAMILIES, "nans"),
+    families=(*FAMILIES, "one_hot", "nans"),
     oracle=movement.atomic_add,
     compile_key=("dtype", "index"),
     repeatable=False,

@@ -49,7 +49,7 @@ REDUCE = Op(
     args=(In("x", From("dtype"), "m n", data=reduced(lambda v: int(v.dim))),
           Out("out", From("dtype"), _kept, accumulates=When(clear="no")),
           Value("kind", From("kind")), Value("dim", lambda v: int(v.dim)), Value("clear", lambda v: v.clear == "yes")),
-    families=(*FAMILIES, "cancellation", "ascending", "descending", "tail_max"),
+    families=(*FAMILIES, "one_hot", "cancellation", "ascending", "descending", "tail_max"),
     oracle=reduce.reduce,
     compile_key=("kind", "dtype", "dim", "clear"),
     cost=lambda p: Cost(flops=p.m * p.n, bytes=p.m * p.n * FORMATS[p.variant.dtype].itemsize_bytes),

@@ -48,6 +48,8 @@ class Draw:
     """sizes of this rank"""
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     """codes of the arguments declared before this one, same rank"""
+    along: int = -1
+    """axis along which families pair elements or single one out"""
 
     @cached_property
     def n(self) -> int:

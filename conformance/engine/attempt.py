@@ -65,7 +65,7 @@ class Attempt:
     @property
     def worst(self) -> Finding | None:
         """The gravest; of several that are, one of the last example, for the decoys come before the problem itself."""
-        return min(self.findings, key=lambda f: (*_severity(f), -f.example), default=None)
+        return min(self.findings, key=lambda f: (*_severity(f), f.by_chance, -f.example), default=None)
 
 
 _ORDER = ("error", "crash", "timeout", "oom", "fail", "flaky", "unsupported")

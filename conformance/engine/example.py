@@ -109,7 +109,7 @@ def _make_arrays(op: Op, problem: Problem, step: Step, rank: int, judged: bool, 
         own = problem if judged or (isinstance(a, In) and a.shapes) else replace(
             problem, seed=seed_of(problem.seed, "decoy"), family=op.families[0])
         draw = Draw(a.name, position, shape_of(a.shape, problem, rank, sizes), fmt, own, array_seed(own, key), rank,
-                    sizes, seen)
+                    sizes, seen, -1 if getattr(a, "along", None) is None else a.along(problem.variant))
         if a.data is not None:
             made[key] = np.ascontiguousarray(a.data(draw))
         else:

@@ -7,7 +7,9 @@ rule than the first, so that products meet: see `cancellation` and `one_hot`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from conformance.engine.arrays import Draw, encode
 from conformance.protocol import FORMATS
 from references.formats import codec
 from references.formats.spec import float_spec
+from references.large.exact import exact_rows
 
 Family = Callable[[Draw], np.ndarray]
 
@@ -72,6 +75,15 @@ def one_hot(d: Draw) -> np.ndarray:
     at = (d.words(3, len(rows)) % np.uint64(d.shape[-1])).astype(np.int64)
     rows[np.arange(len(rows)), at] = 1.0
     return x
+
+
+def exact(d: Draw) -> np.ndarray:
+    """Whole numbers whose products cancel: fp32 sums are exact in any order, and leaving out any column shows."""
+    if d.position > 1 or len(d.shape) < 2:
+        return integers(d)
+    rows = math.prod(d.shape[:-1])
+    out = d.problem.variant.get("out", "bf16")
+    return exact_rows("ab"[d.position], range(rows), d.shape[-1], out, d.problem.seed).reshape(d.shape)
 
 
 def powers(d: Draw) -> np.ndarray:
@@ -203,15 +215,21 @@ def all_bits(d: Draw) -> np.ndarray:
 FAMILIES: dict[str, Family] = {
     f.__name__: f
     for f in (
-        normal, integers, positive, ill_scaled, cancellation, one_hot, powers, zeros, constant, two_valued, few_valued,
-        ascending, descending, sawtooth, tail_max, subnormal, subnormal_products, wide, near_overflow, infinities, nans,
-        all_bits,
+        normal, integers, positive, ill_scaled, cancellation, one_hot, exact, powers, zeros, constant, two_valued,
+        few_valued, ascending, descending, sawtooth, tail_max, subnormal, subnormal_products, wide, near_overflow,
+        infinities, nans, all_bits,
     )
 }
 
 
 def make(d: Draw, family: str) -> np.ndarray:
     """Codes of one array. Raises KeyError for an unknown family."""
+    axes = len(d.shape)
+    if axes > 1 and d.along % axes != axes - 1:
+        shape = list(d.shape)
+        shape[d.along], shape[-1] = shape[-1], shape[d.along]
+        codes = make(replace(d, shape=tuple(shape), along=-1), family)
+        return np.ascontiguousarray(np.swapaxes(codes, d.along, -1))
     values = FAMILIES[family](d)
     if values.dtype == np.dtype(FORMATS[d.format].codes) and values.dtype != np.float64:
         return np.ascontiguousarray(values)

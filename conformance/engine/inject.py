@@ -23,6 +23,8 @@ class Fault:
     doc: str
     expect: tuple[str, ...]
     """statuses, or reasons of a fail, any of which is right"""
+    check: str = "values"
+    """the check that must see it"""
 
 
 FAULTS = {
@@ -34,16 +36,22 @@ FAULTS = {
         Fault("hang", "never returns", ("timeout",)),
         Fault("raise", "raises an exception on a legal call", ("exception",)),
         Fault("allocate", "allocates without end", ("oom",)),
-        Fault("write_before", "writes a byte in front of its output", ("oob_write",)),
-        Fault("write_behind", "writes a byte behind its output", ("oob_write",)),
+        Fault("write_before", "writes a byte in front of its output", ("oob_write",), "memory"),
+        Fault("write_behind", "writes a byte behind its output", ("oob_write",), "memory"),
         Fault("unwritten", "leaves the last element of its output as it was", ("unwritten", "numeric")),
         Fault("untouched", "writes nothing at all", ("unwritten", "numeric")),
         Fault("stale", "gives what the call before gave", ("numeric", "order", "index_range", "contract")),
-        Fault("mutate_input", "flips a bit of an input", ("input_mutated",)),
+        Fault("mutate_input", "flips a bit of an input", ("input_mutated",), "memory"),
         Fault("late_write", "returns 50 ms before its output stands", ("late_write",)),
         Fault("first_call_wrong", "is wrong on its first call only", ("numeric", "nonfinite", "order", "index_range")),
         Fault("one_element", "flips the top bits of one element", ("numeric", "nonfinite", "order", "index_range")),
         Fault("zeros", "gives zeros", ("numeric", "order", "index_range", "token_duplicated")),
+        Fault("accepts", "swallows what it refuses a bad call with", ("no_exception",), "rejects"),
+        Fault("refuses_by_exit", "refuses a bad call with SystemExit", ("wrong_exception",), "rejects"),
+        Fault("refuses_by_segv", "meets a bad call with SIGSEGV", ("signal",), "rejects"),
+        Fault("wrong_after_refusal", "is wrong on the call after a refused one",
+              ("numeric", "nonfinite", "order", "index_range"), "rejects"),
+        Fault("dead_after_refusal", "refuses every call after a refused one", ("exception",), "rejects"),
     )
 }
 
@@ -55,7 +63,7 @@ class Injected:
         if name not in FAULTS:
             msg = f"unknown fault {name!r}; known: {', '.join(FAULTS)}"
             raise ValueError(msg)
-        self.backend, self.name, self.calls = backend, name, 0
+        self.backend, self.name, self.calls, self.refused = backend, name, 0, False
         self.last: dict[tuple[str, int], bytes] = {}
         self.hoard: list[bytearray] = []
         self.fill = 0xA5
@@ -66,7 +74,13 @@ class Injected:
         if self.name in _BEFORE:
             _BEFORE[self.name](self)
         before = [(t, _bytes(self.backend, t)) for t in (kwargs.get(n) for n in outs) if t is not None]
-        result = self.backend.run(op, kwargs)
+        try:
+            result = self.backend.run(op, kwargs)
+        except Exception:
+            self.refused = True
+            if self.name in _REFUSED:
+                return _REFUSED[self.name](self)
+            raise
         self.backend.synchronize()
         tensors = _tensors(self.backend, [kwargs.get(n) for n in outs]) or _tensors(self.backend, result)
         if self.name in _AFTER and tensors:
@@ -133,9 +147,22 @@ def _allocate(self: Injected) -> None:
         self.hoard.append(bytearray(64 << 20))
 
 
+def _dead(self: Injected) -> None:
+    if self.refused:
+        msg = "planted: nothing works any more"
+        raise RuntimeError(msg)
+
+
+def _leave(self: Injected) -> None:
+    raise SystemExit(7)
+
+
 _BEFORE: dict[str, Callable[[Injected], None]] = {
     "segv": _stop(signal.SIGSEGV), "abort": _stop(signal.SIGABRT), "exit": lambda self: os._exit(7),
-    "hang": _hang, "raise": _raise, "allocate": _allocate,
+    "hang": _hang, "raise": _raise, "allocate": _allocate, "dead_after_refusal": _dead,
+}
+_REFUSED: dict[str, Callable[[Injected], Any]] = {
+    "accepts": lambda self: None, "refuses_by_exit": _leave, "refuses_by_segv": _stop(signal.SIGSEGV),
 }
 
 
@@ -201,6 +228,11 @@ def _first(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]
         _flip(self, op, outs, before, ins)
 
 
+def _after(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
+    if self.refused:
+        _flip(self, op, outs, before, ins)
+
+
 def _zeros(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]) -> None:
     for t in outs:
         spec, buf, offset, _ = self.backend.inspect(t)
@@ -211,5 +243,5 @@ def _zeros(self: Injected, op: str, outs: list[Any], before: Any, ins: list[Any]
 _AFTER: dict[str, Callable[..., None]] = {
     "write_behind": _behind, "write_before": _ahead, "unwritten": _unwritten, "untouched": _untouched,
     "stale": _stale, "mutate_input": _mutate, "late_write": _late, "first_call_wrong": _first,
-    "one_element": _flip, "zeros": _zeros,
+    "one_element": _flip, "zeros": _zeros, "wrong_after_refusal": _after,
 }

@@ -44,6 +44,8 @@ class Finding:
     format: str = ""
     outside: bool = False
     """a death that the process may have had no part in"""
+    by_chance: bool = False
+    """a statistic, which rejects a correct kernel once in a while: it counts when other data show it again"""
     example: int = -1
     """which of the attempt's examples it is about, where it is about one"""
 
@@ -383,6 +385,7 @@ def _note(example: Example, seen: Seen, name: str, j: Judgement, unspecified: np
     if j.ratio is not None and j.ratio.size:
         worst = float(np.max(np.nan_to_num(j.ratio, nan=np.inf)))
         figures["worst_ratio"] = min(worst, LARGEST_RATIO)
+    figures |= j.figures or {}
     seen.numerics[name] = figures
     if j.ok:
         return
@@ -397,7 +400,8 @@ def _note(example: Example, seen: Seen, name: str, j: Judgement, unspecified: np
         figures["observed"] = shown(codec.decode(codes, fmt)[index])
         if j.expected is not None and j.expected.shape == bad.shape:
             figures["expected"] = shown(j.expected[index])
-    seen.fail(reason, sentence(name, j, codes, fmt, figures), output=name, judgement=j, observed=codes, format=fmt)
+    seen.fail(reason, sentence(name, j, codes, fmt, figures), output=name, judgement=j, observed=codes, format=fmt,
+              by_chance=j.by_chance)
 
 
 def _is_poison(example: Example, name: str, codes: np.ndarray, fmt: str) -> np.ndarray:

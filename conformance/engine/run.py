@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from conformance.engine import draw, misuse, relations, tiles
+from conformance.engine import comparability, draw, kept_outputs, misuse, relations, tiles
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
 from conformance.engine.care import Losses
 from conformance.engine.checks import CHECKS, Check, counted
@@ -25,6 +25,7 @@ from conformance.engine.limits import problem_limit, support_of, variant_limit
 from conformance.engine.patterns import pattern_of
 from conformance.engine.shrink import Shrinker
 from conformance.engine.timing import TimingRun
+from conformance.identity import seed_of
 from conformance.model import Case, Problem
 from conformance.results import Record
 from conformance.speed import TimedCase
@@ -32,6 +33,9 @@ from conformance.speed import TimedCase
 AFTER_THE_CALL = ("execute", "compare", "teardown")
 MAX_UNSUPPORTED = 256
 """drawn problems in a row outside the limits, after which a case is unsupported"""
+
+REPEATS_OF_CHANCE, ENOUGH_OF_CHANCE = 3, 2
+"""other data that what only statistics reject is tried with, and how many of them have to show it too"""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,12 @@ class Config:
     """problems of a former run, by case id, instead of drawn ones"""
     confirm: bool = True
     """repeat a failure alone, make it small and keep it; without, its first finding is told"""
+    keep_outputs: bool = False
+    """write what came back of every problem of check `values`, for another run to compare with"""
+    reference_run: Path | None = None
+    """a run directory with such outputs"""
+    watch: Callable[[Attempt], None] | None = None
+    """sees every problem that ran; the case goes on after a failure and its record is no verdict"""
 
 
 def run_case(case: Case, config: Config) -> Record:
@@ -207,8 +217,12 @@ class _CaseRun:
                 continue
             executed += 1
             self.note(attempt)
-            if counted(self.check, attempt.findings):
-                self.failed(attempt)
+            if config.watch is not None:
+                config.watch(attempt)
+                continue
+            stands = self.stands(attempt)
+            if stands is not None:
+                self.failed(stands)
                 break
             self.lineage.append(problem)
         record.examples = {"executed": executed, "unsupported": skipped}
@@ -292,6 +306,11 @@ class _CaseRun:
         if not self.record.vacuity and len(attempt.seen) > 1 and not attempt.findings:
             with self.clock.timed("compare"):
                 self.record.vacuity = rejected_share(attempt.expected[1], attempt.seen[0])
+        if self.case.check == "values":
+            with self.clock.timed("compare"):
+                comparability.note(self.record, attempt, self.config.reference_run)
+            if self.config.keep_outputs:
+                kept_outputs.store(self.config.run_dir, self.case.id, attempt)
         for seen in attempt.seen[-1:]:
             for output, figures in seen.numerics.items():
                 mine = self.record.numerics.setdefault(output, {"elements": 0})
@@ -346,6 +365,19 @@ class _CaseRun:
             final, found = alone, again
         self.tell(found, found.status, final, first, "")
 
+    def stands(self, attempt: Attempt) -> Attempt | None:
+        """The failure that counts, or None. What only statistics say has to show with two of three other data."""
+        worst = self.worst(attempt)
+        if worst is None:
+            return None
+        if not worst.by_chance:
+            return attempt
+        seeds = [seed_of(attempt.problem.seed, "again", i) for i in range(REPEATS_OF_CHANCE)]
+        again = [self.attempt(replace(attempt.problem, seed=s)) for s in seeds]
+        failed = [a for a in again if self.worst(a) is not None]
+        certain = [a for a in failed if not self.worst(a).by_chance]
+        return (certain or failed)[0] if certain or len(failed) >= ENOUGH_OF_CHANCE else None
+
     def worst(self, attempt: Attempt) -> Finding | None:
         found = replace(attempt, findings=counted(self.check, attempt.findings)).worst
         if found is not None and self.check.debug_malloc and found.bug == ("crash", "signal") and (
@@ -394,7 +426,10 @@ class _CaseRun:
         text = f"{finding.message}{where}" + (f"\n{story}" if story else "")
         record.message = text
         for seen in attempt.seen[-1:]:
-            record.numerics = seen.numerics or record.numerics
+            told = {name: row["criteria"] for name, row in record.numerics.items() if "criteria" in row}
+            mine = {name: {**row, **({"criteria": told[name]} if name in told else {})}
+                    for name, row in seen.numerics.items()}
+            record.numerics = mine or record.numerics
         record.numerics.pop("_", None)
         if not config.confirm:
             return

@@ -81,17 +81,22 @@ def dot(
 
 
 def converted_inputs(
-    abs_product: ArrayLike, conversion: str, value: ArrayLike | None = None, square_product: ArrayLike | None = None
+    abs_product: ArrayLike, conversion: str, value: ArrayLike | None = None, square_product: ArrayLike | None = None,
+    *, abs_sums: ArrayLike = 0.0, k: ArrayLike = 0,
 ) -> Array:
     """What rounding both inputs of a product to tf32 or hf32 adds (declared conversions only).
 
     (2u + u**2) sum|p|; with value and square_product, as in `magnitude`, 4u sqrt(sum p**2) + 2u |sum p|.
+    Below the smallest normal number a conversion errs by up to s, u times that number: abs_sums = sum|a| + sum|b| of
+    each result and its length k add s abs_sums + k s**2.
     """
     u = UNIT_ROUNDOFF[conversion]
+    s = u * FLUSH_FP32
+    tiny = s * np.asarray(abs_sums, np.float64) + np.asarray(k, np.float64) * s * s
     hard = (2 * u + u * u) * np.asarray(abs_product, np.float64)
     if value is None or square_product is None:
-        return hard
-    return np.minimum(hard, 4 * u * np.sqrt(square_product) + 2 * u * np.abs(value))
+        return hard + tiny
+    return np.minimum(hard, 4 * u * np.sqrt(square_product) + 2 * u * np.abs(value)) + tiny
 
 
 def function(name: str, x: ArrayLike = 0.0) -> Array:

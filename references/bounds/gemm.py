@@ -78,6 +78,16 @@ def tensor_core_14_bit_any_data(products: Array, chunk: int = 128, width: int = 
     return error
 
 
+def tensor_core_14_bit_unpromoted(magnitude: ArrayLike, partials: ArrayLike, k: int, width: int = 32) -> Array:
+    """What a 14-bit accumulator adds whose sums stay in it to the end, for any data.
+
+    magnitude: sum of |products|; partials: no partial sum is larger. Every instruction cuts its products, its sum and
+    what it stores at 2**-13 of the largest addend, so at most at that of `partials`; a product loses itself at most.
+    """
+    cut = TC14_UNIT * np.asarray(partials, np.float64)
+    return np.minimum(magnitude, k * cut) + 2 * -(-k // width) * cut
+
+
 def integer_dequantised(value: ArrayLike, out: str) -> Array:
     """int8 product, accumulated exactly, times up to two fp32 scales: three fp32 roundings and the output's."""
     return rounded(value, 3 * U32 * np.abs(value), out)

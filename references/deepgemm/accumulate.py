@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from references.bounds.basic import dot, magnitude, rounded
-from references.bounds.constants import FLUSH_FP32
+from references.bounds.constants import FLUSH_FP32, RANDOM_FAMILIES
 from references.bounds.profile import resolve
+from references.bounds.scatter import scatter
 from references.expected import Array, Within
 from references.formats import codec
 from references.tilekernels.arguments import flushes
@@ -24,9 +25,8 @@ from references.tilekernels.arguments import flushes
 EXACT = 2.0**24
 """fp32 holds every smaller whole number of units; so does a matrix unit that truncates what it aligns"""
 
-RANDOM_FAMILIES = frozenset({"normal"})
-"""Data independent along k, of either sign alike: partial sums stay far below the sum of magnitudes."""
-
+_ONE_SIGN = 2.0**-40
+"""share of the magnitudes that float64 sums may mistake for terms of the other sign: 2**13 terms, 2**-53 each"""
 _FRACTION_F64 = np.int64((1 << 52) - 1)
 
 
@@ -47,6 +47,10 @@ class Sums:
     unit: Array
     terms: int
     extra: Array | float = 0.0
+    stored: Array | float = 0.0
+    """largest error of a further rounding to nearest that the sum goes through"""
+    random: bool = False
+    """terms are independent: errors scatter"""
 
     def plus(self, c: Array) -> Sums:
         """One more term, c."""
@@ -71,8 +75,12 @@ class Sums:
         return replace(
             self, value=value, finite=self.finite * factor, size=self.size * size, partials=self.partials * size,
             unit=self.unit * (size or np.inf) if exactly else np.zeros_like(self.unit), terms=self.terms + 1,
-            extra=self.extra * size,
+            extra=self.extra * size, stored=self.stored * size,
         )
+
+    def rounded(self, stored: Array) -> Sums:
+        """The same, stored to nearest on the way, which errs by so much."""
+        return replace(self, stored=self.stored + stored)
 
     def erring(self, extra: Array | float) -> Sums:
         """The same with so much more error."""
@@ -105,7 +113,8 @@ def products(a: Array, b: Array, profile: Mapping[str, Any], family: str) -> Sum
     partials = size
     if family in RANDOM_FAMILIES:
         partials = magnitude(size, finite, np.square(known_a) @ np.square(known_b).T)
-    sums = Sums(value, finite, size, partials, np.multiply.outer(unit_a, unit_b), a.shape[1])
+    sums = Sums(value, finite, size, partials, np.multiply.outer(unit_a, unit_b), a.shape[1],
+                random=family in RANDOM_FAMILIES)
     if not flushes(profile):
         return sums
     low_a, low_b = np.where(abs_a < FLUSH_FP32, abs_a, 0), np.where(abs_b < FLUSH_FP32, abs_b, 0)
@@ -143,9 +152,13 @@ def within(sums: Sums, out: str, profile: Mapping[str, Any], unspecified: Array 
     Where partial sums may pass the largest fp32 number in one order and not in another, nothing is promised.
     """
     partial = resolve(profile)["partial"]
-    exact = (sums.size < EXACT * sums.unit) & (sums.unit >= codec.min_subnormal("fp32")) & (sums.extra == 0)
+    beside = sums.extra + sums.stored
+    exact = (sums.size < EXACT * sums.unit) & (sums.unit >= codec.min_subnormal("fp32")) & (beside == 0)
     exact &= partial == "fp32"
-    acc = dot(sums.partials, sums.terms, splits=2, partial=partial) + sums.extra
+    acc = dot(sums.partials, sums.terms, splits=2, partial=partial) + beside
+    typical = None
+    if sums.random and out != "fp32" and partial == "fp32":
+        typical = scatter(sums.finite, dot(sums.partials, sums.terms), sums.extra, out, sums.stored)
     acc = np.where(exact, 0.0, acc)
     value, bound = sums.value, acc
     if out != "fp32":
@@ -156,7 +169,7 @@ def within(sums: Sums, out: str, profile: Mapping[str, Any], unspecified: Array 
     unsure = _order_decides_overflow(sums, acc)
     if unsure is not None:
         unspecified = unsure if unspecified is None else unsure | unspecified
-    return Within(value, bound, unspecified)
+    return Within(value, bound, unspecified, typical)
 
 
 def _order_decides_overflow(sums: Sums, acc: Array) -> Array | None:
@@ -167,5 +180,5 @@ def _order_decides_overflow(sums: Sums, acc: Array) -> Array | None:
     reach_up, reach_down = up + acc >= limit, down + acc >= limit
     settled = (sums.finite - acc >= limit) & ~reach_down
     settled |= (-sums.finite - acc >= limit) & ~reach_up
-    one_sign = np.minimum(up, down) <= 2.0**-40 * sums.size
+    one_sign = np.minimum(up, down) <= _ONE_SIGN * sums.size
     return (reach_up | reach_down) & ~settled & ~(one_sign & np.isfinite(sums.value))

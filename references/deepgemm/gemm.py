@@ -8,15 +8,20 @@ from typing import Any
 import numpy as np
 
 from references.bounds.basic import dot, rounding
-from references.bounds.gemm import chunk_magnitude, tensor_core_14_bit
+from references.bounds.constants import RANDOM_FAMILIES
+from references.bounds.gemm import TC14_UNIT, chunk_magnitude, tensor_core_14_bit
 from references.bounds.profile import resolve
 from references.deepgemm.accumulate import Sums, lowest_bit, products, within
 from references.expected import Array, Expected, Inputs, Problem, Within
 from references.formats import codec
+from references.large.product import LARGE, LargeProduct
 from references.tilekernels.arguments import argument
+from references.typical import Typical
 
 CHUNK = 128
 """columns of K between promotions of an FP8 partial sum"""
+_BF16_SPECIAL = np.uint16(0x7F80)
+"""the exponent of NaN and infinities"""
 _SMALL = 2.0**-100
 """scales below this, or products of two, may bring what they scale below fp32's range"""
 _TOO_SMALL = 2.0**-131
@@ -36,7 +41,12 @@ def bf16_gemm_nt(problem: Problem, inputs: Inputs, profile: Profile) -> dict[Any
     Family: of a random one, partial sums are bounded by chance (2 exp(-18) an element).
     Profile: subnormals, partial; c_added "before_rounding" (default), or "after_rounding" where the product is rounded
     to d's format and then c added, with a second rounding.
+    Products of 2**32 terms and more are projected or sampled (`large.product`) where nothing is added to them.
     """
+    if _large(problem, inputs, profile):
+        family = _family(problem)
+        return {"d": LargeProduct(inputs.codes("a"), inputs.codes("b"), "bf16", family == "exact", problem.seed,
+                                  family in RANDOM_FAMILIES)}
     sums = products(inputs.real("a"), inputs.real("b"), profile, _family(problem))
     return {"d": _finish(problem, inputs, profile, sums)}
 
@@ -88,13 +98,28 @@ def m_grouped_bf16_gemm_nt_contiguous(problem: Problem, inputs: Inputs, profile:
         layout = _labels_of_ends(layout, len(a), argument(problem, "mk_alignment_for_contiguous_layout", 128))
     value, bound = np.zeros((len(a), b.shape[1])), np.zeros((len(a), b.shape[1]))
     free = np.ones((len(a), b.shape[1]), bool)
+    deviation, drift = np.zeros(value.shape), np.zeros(value.shape)
     out = problem.variant.get("out", "bf16")
     for group in np.unique(layout[(layout >= 0) & (layout < len(b))]):
         rows = layout == group
         part = within(products(a[rows], b[group], profile, _family(problem)), out, profile)
         value[rows], bound[rows] = part.value, part.bound
         free[rows] = False if part.unspecified is None else part.unspecified
-    return {"d": Within(value, bound, free if free.any() else None)}
+        if part.typical is not None:
+            deviation[rows], drift[rows] = part.typical.deviation, part.typical.drift
+    typical = Typical(deviation, drift) if deviation.any() else None
+    return {"d": Within(value, bound, free if free.any() else None, typical)}
+
+
+def _large(problem: Problem, inputs: Inputs, profile: Profile) -> bool:
+    """Whether the product is too large for float64, and one that can be judged by samples."""
+    a, b = inputs.codes("a"), inputs.codes("b")
+    if a.shape[0] * b.shape[0] * a.shape[1] < LARGE or problem.variant.c != "none":
+        return False
+    declared, strict = resolve(profile), resolve({})
+    plain = all(declared[key] == strict[key] for key in ("accumulator", "input_conversion", "partial", "subnormals"))
+    finite = not any((codec.bits(x) & _BF16_SPECIAL == _BF16_SPECIAL).any() for x in (a, b))
+    return plain and finite and argument(problem, "alpha", 1) == 1
 
 
 def _family(problem: Problem) -> str:
@@ -110,7 +135,7 @@ def _finish(
         sums = sums.times(alpha)
     if problem.variant.c != "none":
         if resolve(profile)["c_added"] == "after_rounding":
-            sums = sums.erring(rounding(sums.finite, out, dot(sums.partials, sums.terms) + sums.extra))
+            sums = sums.rounded(rounding(sums.finite, out, dot(sums.partials, sums.terms) + sums.extra))
         sums = sums.plus(np.broadcast_to(inputs.real("c" if "c" in inputs else "d"), sums.value.shape))
     return within(sums, out, profile, unspecified)
 
@@ -183,5 +208,5 @@ def _narrow_chunks(a: Array, b: Array, unit: Array) -> Array:
         c = part_a @ part_b.T
         squares += chunk_magnitude(c, (part_a**2) @ (part_b**2).T) ** 2
         total += c
-        exact &= np.abs(part_a) @ np.abs(part_b).T < 2.0**13 * unit
+        exact &= np.abs(part_a) @ np.abs(part_b).T < unit / TC14_UNIT
     return np.where(exact, 0.0, tensor_core_14_bit(total, np.sqrt(squares)))

@@ -15,6 +15,7 @@ import numpy as np
 from references.bounds import attention
 from references.bounds import profile as profiles
 from references.bounds.constants import PROBABILITIES, SPREAD_SCORES, SPREAD_WEIGHTS, U32
+from references.bounds.scatter import AttentionScatter, attention_scatter
 from references.expected import Array
 from references.flashmla.grid import rounded_once
 
@@ -68,6 +69,8 @@ class Attended:
     free: Array
     top_free: Array
     lse_free: Array
+    scatter: AttentionScatter | None = None
+    """of the errors of out, where the data are random"""
 
 
 def empty(heads: int, dim: int) -> Attended:
@@ -106,13 +109,19 @@ def attend(
         error = attention.score_error(z, dim, spread, score_rounding=_finite(inputs))
         growth = np.expm1(np.minimum(error, 50.0))
         lse_bound = attention.lse(weight, lse, top, growth, p=rules.p, l_from=rules.l_from)
-        out_bound = _exponentials_and_sums(weight, rows, out, growth) + slack
+        other = _exponentials_and_sums(weight, rows, out, growth) + slack
         relative = _rounding_of_p(top[:, None] - z, error, rules.p)
-        out_bound += _rounded_weights(weight, rows, out, relative, rules, repeats)
+        out_bound = other + _rounded_weights(weight, rows, out, relative, rules, repeats)
+        factor = 1.0
         if sink is not None:
             grown = np.expm1(np.minimum(lse_bound, 50.0))
             out_bound = attention.with_sink(out, out_bound, lse, grown, sink) + _TINY * np.abs(out)
-            out = out / (1 + np.exp(sink - lse))[:, None]
+            factor = 1 / (1 + np.exp(sink - lse))[:, None]
+            out = out * factor
+        scatter = None
+        if rules.random and rules.l_from == "fp32" and np.isfinite(out).all():
+            scatter = attention_scatter(weight, rows, out, other, PROBABILITIES[rules.p].u, "bf16", repeats=repeats,
+                                        factor=factor)
         out_bound = rounded_once(_finite(out), _finite(out_bound), "bf16")
 
         # No exponential has a part in the largest logit.
@@ -123,7 +132,7 @@ def attend(
         top_bound = np.where(near_top, alone, 0.0).max(axis=1) + 4 * U32 * np.abs(top) + _TINY
         infinite = (z == np.inf).any(axis=1)  # exp(inf - inf): lse is NaN or +inf, out is NaN
     return Attended(out, out_bound, lse, lse_bound, top, _finite(top_bound), free,
-                    free | np.isnan(z).any(axis=1), free | infinite)  # fmt: skip
+                    free | np.isnan(z).any(axis=1), free | infinite, None if free.any() else scatter)  # fmt: skip
 
 
 def _finite(x: Array) -> Array:

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from references.bounds.constants import FLUSH_FP32
+from references.bounds.constants import FLUSH_FP32, RANDOM_FAMILIES
 from references.bounds.profile import resolve
+from references.bounds.scatter import attention_typical
 from references.expected import Array, Expected, Inputs, Problem, Within
 from references.flashmla.attention import Attended, Rules, attend
 from references.flashmla.cache import HEAD_DIM, decode_tokens
 from references.formats import codec
-
-RANDOM_FAMILIES = frozenset({"normal"})
-"""Data families whose rows are independent of how their weights round."""
 
 DECODE_STEPS = ("", "decode", "again")
 """Names that the calls of `flash_mla_with_kvcache` may have in a sequence; \"\" where there is no sequence."""
@@ -181,4 +179,8 @@ def _within(results: list[Attended], field: str, free: Array, shape: tuple[int, 
     if field == "out":
         unspecified = np.broadcast_to(unspecified[..., None], (*unspecified.shape, HEAD_DIM))
     value, bound = (np.stack([getattr(r, f) for r in results]) for f in (field, f"{field}_bound"))
-    return Within(value.reshape(shape), bound.reshape(shape), unspecified.reshape(shape))
+    typical = None
+    if field == "out":
+        typical = attention_typical([None if f else r.scatter for r, f in zip(results, free, strict=True)], value)
+    return Within(value.reshape(shape), bound.reshape(shape), unspecified.reshape(shape),
+                  typical and typical.shaped(shape))

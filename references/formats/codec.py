@@ -1,8 +1,9 @@
-"""Codes to values and back, for every format of `conformance.protocol.FORMATS`.
+"""Codes to values and back, for every format of `conformance.protocol.FORMATS` and of `spec.FLOATS`.
 
 Codes are what NumPy holds: fp16, fp32, fp64, integers and bool are themselves, every other format is an
-unsigned integer array, one code an element (also of the packed formats). `e2m1` and `e8m0` name single codes.
+unsigned integer array, one code an element (also of the packed formats). `e2m1`, `e5m6` and `e8m0` name single codes.
 Rounding is done once, from float64, with integer and exact float steps, so it is the same on every machine.
+What does not fit a row of the table has a file of its own: `stochastic`, `cut_e5m6`, `hif8`.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def is_nan(codes: Array, fmt: str) -> Array:
 def decode(codes: Array, fmt: str) -> Array:
     """float64 values of the codes, exact; integers and bool come back as they are.
 
-    Raises TypeError where the dtype is not the format's own, ValueError for an e2m1 code above 15,
-    KeyError for an unknown format.
+    Raises TypeError where the dtype is not the format's own, ValueError for a code with more bits than the
+    format has (e2m1 4, e5m6 12, tf32 19), KeyError for an unknown format.
     """
     spec = float_spec(fmt)
     codes = np.asarray(codes)
@@ -87,7 +88,7 @@ def decode(codes: Array, fmt: str) -> Array:
         with np.errstate(invalid="ignore"):
             return codes.astype(np.float64)
     table = _decode_table(spec.name)
-    if table.size < 1 << 8 and codes.size and codes.max() >= table.size:
+    if table.size < 1 << 8 * codes.itemsize and codes.size and codes.max() >= table.size:
         msg = f"{fmt} has {table.size} codes, got {int(codes.max())}"
         raise ValueError(msg)
     return _chunked(table.take, codes, np.float64)
@@ -105,7 +106,7 @@ def _chunked(function: Callable[[Array], Array], a: Array, dtype: DTypeLike) -> 
 
 @cache
 def _decode_table(name: str) -> Array:
-    """Value of every code, float64: 2**16, 2**8 or, of e2m1, 2**4 of them."""
+    """Value of every code, float64: as many as the format has, 2**4 of e2m1 to 2**19 of tf32."""
     spec = float_spec(name)
     if spec.sign_bit == 0:
         table = np.ldexp(1.0, np.arange(256) + spec.emin)
@@ -144,7 +145,8 @@ def encode(values: Array, fmt: str, *, rounding: str = "nearest_even", overflow:
 
     Zeros keep their sign where the format has one, NaN becomes the quiet NaN of the same sign.
     e2m1 has no NaN: it becomes +6, as in PTX's saturating conversion.
-    e8m0: what rounds below 2**-127, zeros too, becomes 2**-127; negative values and NaN become NaN.
+    e8m0: what rounds below 2**-127, zeros too, becomes 2**-127; negative values and NaN become NaN; a tie goes to the
+    larger number, as IEEE 754 has it for a significand of one digit, which is never even.
     Integer formats round, then saturate; bool is `values != 0`.
     Raises ValueError for a rounding or overflow the format does not have, and for NaN to an integer format.
     """
@@ -174,7 +176,7 @@ def _check_modes(spec: FloatSpec | None, fmt: str, rounding: str, overflow: str)
 
 
 def _encode_small(values: Array, spec: FloatSpec, dtype: np.dtype, rounding: str, overflow: str) -> Array:
-    """Codes of a format of at most 16 bits.
+    """Codes of a format of fewer bits than fp32.
 
     With e the exponent of |x|, at least emin, and ulp = 2**(e - p + 1): |x| + 2**52 ulp is a float64 whose
     unit is ulp, so the addition rounds |x| to a multiple of ulp, ties to even, and its low bits are that

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from references.bounds.constants import FLUSH_FP32
 from references.bounds.profile import resolve
 from references.expected import Array, Exact, Expected, Inputs, OneOf, Problem, Within
 from references.formats import codec
@@ -95,7 +96,7 @@ def elementwise(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) ->
         known = np.where(np.isfinite(value), value, 0.0)
         error = ulps * codec.ulp(known, computed_in) + row.tiny
         if flushes(profile):
-            error = error + np.where(np.abs(x) < 2.0**-126, _flushed(row, wide, known), 0.0) + 2.0**-126
+            error = error + np.where(np.abs(x) < FLUSH_FP32, _flushed(row, wide, known), 0.0) + FLUSH_FP32
         bound = error if fmt == computed_in else error + codec.half_ulp(np.abs(known) + error, fmt)
     free = (x == 0) & np.signbit(x) if name == "rsqrt" else None
     return {"out": Within(value, np.where(np.isfinite(value), bound, 0.0), free)}
@@ -110,7 +111,7 @@ def _flushed(row: Function, x: Array, value: Array) -> Array:
 def _round(x: Array, fmt: str) -> Expected:
     with np.errstate(invalid="ignore"):
         even = np.rint(x)
-        away = np.where(np.abs(x - np.trunc(x)) == 0.5, np.trunc(x) + np.copysign(1.0, x), even)
+        away = np.where(2 * np.abs(x - np.trunc(x)) == 1, np.trunc(x) + np.copysign(1.0, x), even)
     choices = [even, away, np.where(even == 0, -even, even), np.where(away == 0, -away, away)]
     return OneOf(tuple(codec.encode(c, fmt) for c in choices))
 

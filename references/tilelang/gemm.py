@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from references.bounds import basic
+from references.bounds.constants import RANDOM_FAMILIES
+from references.bounds.gemm import tensor_core_14_bit_unpromoted
 from references.bounds.profile import resolve
 from references.expected import Array, Exact, Expected, Inputs, Problem, Within
 from references.flashmla.grid import rounded_once
@@ -15,8 +17,6 @@ from references.formats import codec
 from references.formats.spec import float_spec
 from references.tilelang.sums import finite, lowest_bit, wrapped
 
-RANDOM_FAMILIES = frozenset({"normal"})
-"""Data independent along k: partial sums stay far below the sum of magnitudes."""
 _NARROW_BITS = 11
 """Products of operands with no more significand bits are exact in single precision."""
 
@@ -27,6 +27,7 @@ def gemm(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -> dict[s
     Variant: transpose_a, transpose_b (yes, no); init (clear, clear_accum, c). Inputs a [m, k]
     ([k, m]), b [k, n] ([n, k]) of one format, and c [m, n] before the call where init=c. Output c, in
     the format of the variant key out (default: int32 for integers, else a's).
+    FP8 under accumulator fp8_tc14_promoted: the unit's 14 bits to the end, for nothing in the language promotes.
     The sum is single precision (fp64: double; integers: int32, wrapping), in any order, rounded once to c.
     Where all terms are multiples of one power of two and small enough, no order rounds, and the result is exact.
     Unspecified: where partial sums may overflow though the result does not. Profile: accumulator,
@@ -65,12 +66,19 @@ def _float_gemm(
         error = basic.dot(partials, k, accumulator, exact_products=narrow, flush=profile["subnormals"] != "keep")
         if accumulator == "fp64":
             error = 3 * error + 2 * k * codec.min_subnormal("fp64")  # the reference is a float64 sum too
-        if profile["subnormals"] == "keep":
+        if accumulator == "fp8_tc14_promoted" and fmt in ("e4m3", "e5m2"):
+            # One T.gemm sums in the unit; nothing promotes its chunks.
+            error = error + tensor_core_14_bit_unpromoted(size, partials, k)
+        elif profile["subnormals"] == "keep":
             held = "fp64" if accumulator == "fp64" else "fp32"
             exact = (size < 2.0 ** float_spec(held).p * unit) & (unit >= codec.min_subnormal(held))
             error = np.where(exact, 0.0, error)
         if fmt == "fp32" and profile["input_conversion"] != "none":
-            error = error + basic.converted_inputs(size, profile["input_conversion"])
+            sums = np.add.outer(fa.sum(axis=1), fb.sum(axis=0))
+            error = error + basic.converted_inputs(size, profile["input_conversion"], abs_sums=sums, k=a.shape[1])
+        exact = (np.broadcast_to(error, value.shape) == 0) & np.isfinite(value)
+        if out != "fp64" and exact.any():  # what is exact is rounded to one number, also half way between two
+            value = np.where(exact, codec.round_to(value, out), value)
         bound = rounded_once(finite(value), finite(error), out) if out != "fp64" else error
         limit = codec.max_finite("fp64" if accumulator == "fp64" else "fp32")
         unsure = ((size + error > limit) & ~np.isnan(value)) | ~np.isfinite(size)

@@ -15,7 +15,7 @@ from adapters.cpu.kernels.knobs import Knobs
 KERNELS = {
     "attend": (
         "tile_n", "split_k", "k_order", "softmax_weights", "accumulator", "partial", "output_rounding", "drop_tile",
-        "double_tile", "stale_tile", "drop_tail", "fault",
+        "double_tile", "stale_tile", "drop_tail", "rescale_lag", "fault",
     ),
 }
 """Kernel to the knobs it obeys."""
@@ -28,6 +28,11 @@ FAULTS = {
     "sink_per_split": "the sink counts in every split",
     "plain_combine": "splits are averaged, whatever their weight",
     "no_rescale": "earlier blocks are not rescaled when the largest logit rises",
+    "out_not_rescaled": "earlier blocks are rescaled in the sum of weights only",
+    "sum_not_rescaled": "earlier blocks are rescaled in the output only",
+    "weights_cut": "softmax weights are cut to BF16 instead of rounded",
+    "scale_bf16": "the softmax scale is rounded to BF16",
+    "coarse_exp": "exponentials are read from a table of 128 steps a unit",
     "no_max": "exponentials are formed without subtracting the largest logit",
     "logits_bf16": "logits are rounded to bf16",
     "fp16_query": "queries are read through FP16, which has more digits and a smaller range",
@@ -128,19 +133,27 @@ def _part(
     peak = torch.full((q.shape[0],), -math.inf)
     total = torch.zeros(q.shape[0])
     out = torch.zeros_like(q)
+    largest = peak
     for block in blocks:
         kv, valid = fetch(block)
         logits = _logits(q, kv, scale, knobs).masked_fill_(~valid, -math.inf)
-        new_peak = torch.maximum(peak, logits.amax(1))
+        largest = torch.maximum(largest, logits.amax(1))
+        new_peak = largest
+        if knobs.rescale_lag:
+            new_peak = torch.where(largest - peak <= knobs.rescale_lag, peak, largest)
         base = new_peak.masked_fill(new_peak == -math.inf, 0)
         if knobs.fault == "no_max":
             base = torch.zeros_like(base)
         shrink = torch.exp(peak - base)
         if knobs.fault in ("no_rescale", "no_max"):
             shrink = torch.ones_like(shrink)
-        weights = torch.exp(logits - base[:, None])
-        total = _as(total * shrink + weights.sum(1), knobs.accumulator)
-        out = _as(out * shrink[:, None] + _as(weights, knobs.softmax_weights) @ kv, knobs.accumulator)
+        gap = logits - base[:, None]
+        weights = torch.exp((gap * 128).floor() / 128 if knobs.fault == "coarse_exp" else gap)
+        kept_sum = torch.ones_like(shrink) if knobs.fault == "sum_not_rescaled" else shrink
+        kept_out = torch.ones_like(shrink) if knobs.fault == "out_not_rescaled" else shrink
+        total = _as(total * kept_sum + weights.sum(1), knobs.accumulator)
+        rounded = _cut(weights) if knobs.fault == "weights_cut" else _as(weights, knobs.softmax_weights)
+        out = _as(out * kept_out[:, None] + rounded @ kv, knobs.accumulator)
         peak = new_peak
     base = torch.zeros_like(peak) if knobs.fault == "no_max" else peak
     lse = torch.where(total == 0, -math.inf, base + total.log())
@@ -148,12 +161,14 @@ def _part(
     if sink is not None and knobs.fault == "sink_per_split":
         out = out * torch.sigmoid(lse - sink)[:, None]
         lse = torch.logaddexp(lse, sink)
-    return _Part(_as(out, knobs.partial), lse, peak)
+    return _Part(_as(out, knobs.partial), lse, largest)
 
 
 def _logits(q: torch.Tensor, kv: torch.Tensor, scale: float, knobs: Knobs) -> torch.Tensor:
     if knobs.fault == "rope_omitted":
         q, kv = q[:, :-ROPE_DIM], kv[:, :-ROPE_DIM]
+    if knobs.fault == "scale_bf16":
+        scale = float(torch.tensor(scale).bfloat16())
     logits = (q @ kv.T).mul_(scale)
     return logits.bfloat16().float() if knobs.fault == "logits_bf16" else logits
 
@@ -161,6 +176,11 @@ def _logits(q: torch.Tensor, kv: torch.Tensor, scale: float, knobs: Knobs) -> to
 def _as(x: torch.Tensor, fmt: str) -> torch.Tensor:
     dtype = _FORMATS[fmt]
     return x if dtype is None else x.to(dtype).float()
+
+
+def _cut(x: torch.Tensor) -> torch.Tensor:
+    """The BF16 number next to x on the side of zero."""
+    return (x.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
 
 
 def _combined(parts: Sequence[_Part], knobs: Knobs) -> _Part:
@@ -188,5 +208,5 @@ def _finished(part: _Part, sink: torch.Tensor | None, knobs: Knobs) -> Attention
     out = out.masked_fill(empty[:, None], math.nan if knobs.fault == "empty_row_nan" else 0)
     lse = lse.masked_fill(empty, -math.inf if knobs.fault == "empty_row_minus_inf" else math.inf)
     if knobs.output_rounding == "toward_zero":
-        out = (out.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
+        out = _cut(out)
     return Attention(out.bfloat16(), lse, peak)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from adapters.cpu.kernels import tile_io
+from adapters.cpu.kernels import accumulators, tile_io
 from adapters.cpu.kernels.block_walk import Block, walk
 from adapters.cpu.kernels.knobs import Knobs
 
@@ -118,12 +118,16 @@ def _accumulate(
     a: torch.Tensor, b: torch.Tensor, splits: list[list[Block]], scales: Scales | None, knobs: Knobs
 ) -> torch.Tensor:
     """FP32 [rows of a, rows of b]: blocks added in visiting order, splits one after the other."""
+    unit = accumulators.unit_of(knobs.accumulator, fp8=scales is not None)
     total: torch.Tensor | None = None
     for split in splits:
         acc: torch.Tensor | None = None
         for block in split:
             left = a[:, block.source : block.source + block.width]
             right = b[:, block.start : block.start + block.width].t()
+            if unit is not None:
+                acc = unit.add(acc, left, right, None if scales is None else _factor(scales, block.start))
+                continue
             if acc is not None and scales is None:
                 acc = acc.addmm_(left, right)
             else:
@@ -140,8 +144,12 @@ def _accumulate(
 
 def _scaled(product: torch.Tensor, scales: Scales, start: int) -> torch.Tensor:
     """Scales are applied in float64: 2^-80 * 2^-80 * 2^24 must not underflow on the way."""
-    factor = scales.a[:, start // scales.gran_a, None] * scales.b[:, start // scales.gran_b]
-    return factor.mul_(product).float()
+    return _factor(scales, start).mul_(product).float()
+
+
+def _factor(scales: Scales, start: int) -> torch.Tensor:
+    """float64 [m, n], a new tensor: the product of the two scales of the block that begins at `start`."""
+    return scales.a[:, start // scales.gran_a, None] * scales.b[:, start // scales.gran_b]
 
 
 def _add_c(acc: torch.Tensor, c: torch.Tensor, knobs: Knobs) -> torch.Tensor:

@@ -28,6 +28,8 @@ class Knobs:
     """order of a result that is free: index | reverse | value"""
     softmax_weights: str = "fp32"
     """fp32 | bf16 | fp8: format of softmax weights in the product with V; fp8 is a fault"""
+    rescale_lag: float = 0.0
+    """the running maximum of a softmax stays as it is while it would grow by no more than this"""
     c_add: str = "once_rounded"
     """how a GEMM adds C: once_rounded | twice_rounded (the product is rounded to D's format first)"""
     label_lookup: str = "row"
@@ -35,7 +37,8 @@ class Knobs:
 
     # Faults. The default means: none.
     accumulator: str = "fp32"
-    """fp32 | bf16 | fp16: format of the running sum"""
+    """fp32 | bf16 | fp16: format of the running sum. In GEMMs also the way a chip adds (`accumulators.CHIPS`):
+    v100 | a100 | hopper | b200, right under that chip's profile, and hopper_unpromoted, a fault in FP8"""
     partial: str = "fp32"
     """format in which partial sums of a split are kept"""
     output_rounding: str = "nearest_even"

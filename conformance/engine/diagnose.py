@@ -1,0 +1,388 @@
+"""A failure read backwards: which fault of the cpu kernels, given the same problem, gives the same wrong numbers.
+
+No verdict hangs on it: whatever goes wrong in here, nothing is said. docs/diagnosis.md tells how it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from conformance.engine import judge, kinds
+from conformance.engine.attempt import Bench
+from conformance.engine.clock import monotonic
+from conformance.engine.evidence import Evidence, Score, direct, score, wrong_in
+from conformance.engine.example import Example, build, digests, place, start_cursors
+from conformance.engine.executor import Executor
+from conformance.engine.kinds import Candidate
+from conformance.engine.patterns import pattern_of
+from conformance.model import Op, Problem
+from references.expected import Array
+
+SETTABLE = "adapters.cpu.settable:SettableBackend"
+"""the backend that a diagnosis runs on: the cpu kernels, with knobs as a setting"""
+LIMIT_S = 2.0
+CALL_LIMIT_S = 2.0
+"""for one call with one setting: a fault may hang"""
+KEPT = 12
+"""settings a kind that are tried on the other evidence too, where none fits the small problem wholly"""
+CLEAR = 0.9
+"""the best stands alone where no other kind comes above this share of it"""
+WORTH_TELLING = 0.5
+MOST_ASKED = 6
+"""problems that the backend is asked about beside the evidence"""
+ENOUGH_EVIDENCE = (3, 3, 6, math.inf)
+"""failing problems without which nothing is certain, by rank: on a small one alone many faults look the same, and of
+many unusual parameters one may fit by chance"""
+ENOUGH_ELEMENTS = 24
+"""wrong ones, of all evidence together, without which nothing is certain"""
+DEFAULT_TILES, WHOLE = (64, 128), (1, 2, 3, 32, 64)
+"""tiles of a setting that names none, and how many of them make an axis; some kernels walk 32 at a time"""
+DESCRIBED = 3
+"""the rank of what tells less than a setting"""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A setting of the kernels, or what the arrays alone show (`knobs` empty), with its score on each evidence."""
+
+    kind: str
+    name: str
+    doc: str
+    knobs: str
+    rank: int
+    scores: tuple[Score, ...]
+
+    @property
+    def share(self) -> float:
+        """0 to 1, the mean over the evidence."""
+        return sum(s.share for s in self.scores) / len(self.scores)
+
+    @property
+    def full(self) -> bool:
+        return all(s.full for s in self.scores)
+
+    def words(self) -> str:
+        how = f" (knobs={self.knobs})" if self.knobs else ""
+        fits = sum(s.full for s in self.scores)
+        more = f", and fits {fits} of {len(self.scores)} problems" if len(self.scores) > 1 else ""
+        doc = self.doc.split(". ")[0].rstrip(".") + ("; here with other parameters" if self.knobs and self.rank else "")
+        return f"{self.name.replace('_', ' ')}{how}: {self.scores[0].words()}{more} ({doc})"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The best kinds, best first, one setting a kind; `certain` where the first stands alone and fits wholly."""
+
+    matches: tuple[Match, ...]
+    certain: bool
+    wrong: str
+    """the pattern that the wrong elements make"""
+    tried: int
+    settings: int
+    seconds: float
+    also: str = ""
+    """knobs of the same family that fit just as well"""
+
+    @property
+    def known(self) -> tuple[Match, ...]:
+        return tuple(m for m in self.matches if m.scores[0].share >= WORTH_TELLING)[:2]
+
+    def sentence(self) -> str:
+        """One line for a message."""
+        some = f"; {self.tried} of {self.settings} settings tried in time" if self.tried < self.settings else ""
+        if not self.known:
+            return f"no known kind; wrong elements: {self.wrong}{some}"
+        if self.certain:
+            return f"matches {self.known[0].words()}{f'; knobs={self.also} fits as well' if self.also else ''}"
+        return f"may be {', or '.join(m.words() for m in self.known)}{some}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For the record: words and plain numbers."""
+        matches = [{"kind": m.name, "knobs": m.knobs, "share": round(m.share, 4), "explained": m.scores[0].explained,
+                    "wrong": m.scores[0].wrong, "left_right": m.scores[0].left, "right": m.scores[0].right}
+                   for m in self.known]
+        return {"certain": self.certain, "tried": self.tried, "settings": self.settings, "also": self.also,
+                "matches": matches}
+
+
+@dataclass(frozen=True)
+class Further:
+    """More problems of the case, and a way to ask the backend about one: what it gives there, or None.
+
+    Asking runs the backend, so that arrays of former attempts stand in their arenas no longer.
+    """
+
+    problems: Sequence[Problem]
+    ask: Callable[[Problem], Evidence | None]
+    requirements: Mapping[str, int]
+
+
+def diagnose(op: Op, evidence: Sequence[Evidence], bench: Callable[[], Bench], *, further: Further | None = None,
+             tiles: Iterable[int] = (), limit_s: float = LIMIT_S, without: str = "") -> Diagnosis | None:
+    """What kind of fault it is.
+
+    evidence: of the small problem first, then of others of the same case, wrong or right. bench: gives a Bench on
+    SETTABLE. further: asked about where two kinds fit, or one on too few problems. tiles: sizes that the backend
+    declares for this op. limit_s: for the settings, half of it more for what follows; compilers and the backend have
+    their own. without: a kind to leave out, for evaluation. None where nothing can be said. Raises nothing: a
+    diagnosis never stands in the way of a verdict.
+    """
+    rig: Rig | None = None
+    try:
+        with np.errstate(all="ignore"):
+            rig = Rig(bench(), op)
+            return _Search(op, rig, tuple(tiles), limit_s, without).go(evidence, further)
+    except Exception:
+        return None
+    finally:
+        if rig is not None:
+            rig.close()
+
+
+class Rig:
+    """One process that runs the kernels with one setting after another; a new one where a setting kills it."""
+
+    def __init__(self, bench: Bench, op: Op) -> None:
+        self.bench, self.op = bench, op
+        self.executor: Executor | None = None
+        self.compile_s = 0.0
+
+    def outputs(self, examples: Sequence[Example], knobs: str) -> dict[str, Array] | None:
+        """What the last of these calls gives, made in order; None where it gives nothing of the declared form.
+
+        Codes by name; they stand in the arena until the next call.
+        """
+        if self.executor is None or not self.executor.alive:
+            self.executor = Executor(self.bench.launcher, self.bench.pool, self.op.ranks, CALL_LIMIT_S, self.op.module)
+        executor = self.executor
+        again = [replace(e, before=[], after=[], arenas=[]) for e in examples]
+        cursors = start_cursors(self.op.ranks)
+        requests = [place(e, executor.arenas, cursors) for e in again]
+        for i, per_rank in enumerate(requests):
+            for rank, r in enumerate(per_rank):
+                own = r["settings"].get(self.op.module, {})
+                r |= {"settings": {self.op.module: {**own, "knobs": knobs}}, "hold": i + 1 < len(requests),
+                      "arena_bytes": executor.arenas[rank].nbytes}
+                if i == 0:
+                    r["results_at"] = cursors[rank]
+            executor.send(per_rank)
+        found = None
+        for example in again:
+            outcome = executor.collect(CALL_LIMIT_S, self.bench.compile_timeout_s)
+            self.compile_s += max((a.get("compile_s", 0.0) for a in outcome.answers if a), default=0.0)
+            if judge.ended_badly(outcome):
+                # Answers that are still due would be taken for those of the next setting.
+                self.close()
+                return None
+            seen = judge.observe(example, outcome)
+            found = None if any(f.reason in judge.STRUCTURE_REASONS for f in seen.findings) else seen.outputs
+        return found
+
+    def close(self) -> None:
+        if self.executor is not None:
+            self.executor.kill()
+            self.executor = None
+
+
+class _Search:
+    def __init__(self, op: Op, rig: Rig, tiles: tuple[int, ...], limit_s: float, without: str) -> None:
+        self.op, self.rig, self.tiles, self.without = op, rig, tiles, without
+        self.begun, self.limit_s = monotonic(), limit_s
+        self.after_others = False
+        """whether each run comes after the calls that came before it"""
+        self.known: dict[tuple[int, bool, str], Score] = {}
+        """of settings that come to the same"""
+        self.pool: list[Example] = []
+        """problems that the backend may be asked about"""
+        self.asked = 0
+        self.cut = False
+        """whether time ran out before all evidence was seen"""
+
+    @property
+    def spent_s(self) -> float:
+        """Without what compilers took, which have a limit of their own."""
+        return monotonic() - self.begun - self.rig.compile_s
+
+    def go(self, evidence: Sequence[Evidence], further: Further | None) -> Diagnosis | None:
+        known = [e for e in map(self._countable, evidence) if e is not None]
+        if not known or not known[0].count or known[0].example is not evidence[0].example:
+            return None
+        small = known[0]
+        self.pool = [build(self.op, p, further.requirements) for p in further.problems] if further else []
+        largest = max([*(e.example for e in known), *self.pool], key=_longest)
+        rows = [r for r in kinds.kinds_of(self.op.name) if kinds.family_of(r["knobs"]) != self.without]
+        settings = kinds.candidates(rows, self._axes(largest), self.tiles, _longest(largest))
+        scored = self._first_look(small, settings)
+        while True:
+            others = sorted(known[1:], key=lambda e: sum(w.size for w in e.wrong.values()))
+            best = _best([*self._direct([small, *others]), *self._narrowed(scored, others)])
+            whole = len(scored) == len(settings) and not self.cut
+            rivals = self._rivals(best, known)
+            certain = whole and _alone(best, [e.count for e in known if e.count])
+            done = self.cut or (certain and len(rivals) < 2)
+            more = None if done or not further else self._asked(rivals, further)
+            if more is None:
+                break
+            known.append(more)
+        patterns = {n: pattern_of(w) for n, w in small.wrong.items()}
+        words = "; ".join(f"{p} of {n}" for n, p in patterns.items() if p)
+        also = rivals[1] if len(rivals) > 1 and rivals[1] not in {m.knobs for m in best} else ""
+        return Diagnosis(best, certain, words, len(scored), len(settings), self.spent_s + self.rig.compile_s, also)
+
+    def _rivals(self, best: Sequence[Match], known: Sequence[Evidence]) -> list[str]:
+        """The knobs of the two best that fit wholly; of one that stands alone also its twin, if that fits too."""
+        rivals = [m.knobs for m in best if m.full and m.rank < DESCRIBED][:2]
+        other = kinds.twin(rivals[0]) if len(rivals) == 1 else ""
+        if other and all(self._score(e, Candidate("", "", "", other, 0)).full for e in known):
+            rivals.append(other)
+        return rivals
+
+    def _asked(self, rivals: Sequence[str], further: Further) -> Evidence | None:
+        """What the backend gives for a problem that tells two rivals apart; None where no problem does."""
+        if len(rivals) < 2 or not all(rivals):
+            choice = iter(self.pool[:])
+        else:
+            made = (build(self.op, p, further.requirements) for p in self._whole_tiles(further, rivals))
+            choice = (e for e in chain(self.pool[:], made) if self._tells(e, rivals))
+        for example in choice:
+            if self.asked == MOST_ASKED:
+                return None
+            self.asked += 1
+            self.pool = [e for e in self.pool if e is not example]
+            begun = monotonic()
+            found = further.ask(example.problem)
+            self.begun += monotonic() - begun  # the backend's time
+            found = self._countable(found) if found is not None else None
+            if found is not None:
+                return found
+        return None
+
+    def _whole_tiles(self, further: Further, rivals: Sequence[str]) -> Iterator[Problem]:
+        """The smallest problem with one axis of whole tiles of the rivals: there alone is a tail no last tile."""
+        tiles = {int(v) for r in rivals for n, v in kinds.parse(r).items() if n in kinds.AXES} or set(DEFAULT_TILES)
+        for name, size in self.op.sizes.items():
+            for n in (t * times for t in sorted(tiles) for times in WHOLE):
+                legal = not size.per_rank and size.lo <= n <= size.hi and not (
+                    n % size.step if size.step else n not in size.points)
+                for p in further.problems[-1:] if legal else ():
+                    made = replace(p, sizes={**p.sizes, name: n})
+                    if self.op.fits(made):
+                        yield made
+
+    def _tells(self, example: Example, rivals: Sequence[str]) -> bool:
+        """Whether two settings give other results for a problem."""
+        if self.spent_s > 1.5 * self.limit_s:
+            return False
+        return len({digests(self.rig.outputs([example], knobs) or {}) for knobs in rivals}) > 1
+
+    def _narrowed(self, scored: Sequence[tuple[Score, Candidate]], others: Sequence[Evidence]) -> list[Match]:
+        """The best settings of the first look, on the rest of the evidence, as long as they keep up with the best."""
+        kept = _kept(sorted(scored, key=lambda s: (-s[0].share, s[1].rank)))
+        scores = {c.knobs: [s] for s, c in kept}
+        alive = [c for _, c in kept]
+        for e in others:
+            for c in alive:
+                self.cut |= self.spent_s > 1.5 * self.limit_s
+                if not self.cut:
+                    scores[c.knobs].append(self._score(e, c))
+            whole = [c for c in alive if all(s.full for s in scores[c.knobs])]
+            alive = whole or alive
+        nothing = Score(0, 1, 0, 0)
+        padded = {k: (*s, *[nothing] * (1 + len(others) - len(s))) for k, s in scores.items()}
+        return [Match(c.kind, c.name, c.doc, c.knobs, c.rank, padded[c.knobs]) for _, c in kept]
+
+    def _countable(self, e: Evidence) -> Evidence | None:
+        """The evidence with wrong elements to count; None where the kernels as they should be give the same.
+
+        Where only all elements together are wrong, those count that the correct kernels give otherwise.
+        """
+        found = self.rig.outputs([e.example], "")
+        if found is None:
+            return None
+        correct = {n: np.array(found[n]) for n in e.wrong if n in found}
+        if not e.reason:
+            return e if score(e, correct).full else None
+        if not e.count:
+            e = replace(e, correct=correct)
+            e.wrong = wrong_in(e, e.outputs) or {}
+        return e if e.count and not score(e, correct).full else None
+
+    def _axes(self, example: Example) -> list[str]:
+        """The tile knobs that decide which block is the first one."""
+        def first_dropped(axis: str, n: int) -> str:
+            return digests(self.rig.outputs([example], f"drop_tile=0,{axis}={n}") or {})
+
+        return [a for a in kinds.AXES if first_dropped(a, kinds.SMALLEST_TILE) != first_dropped(a, kinds.LARGEST_TILE)]
+
+    def _first_look(self, small: Evidence, settings: Sequence[Candidate]) -> list[tuple[Score, Candidate]]:
+        """Each setting on the small problem, as far as the time goes.
+
+        What a fault keeps of the call before shows only after that call: where nothing fits, that is made too.
+        """
+        scored: list[tuple[Score, Candidate]] = []
+        for c in settings:
+            if self.spent_s > self.limit_s:
+                return scored
+            scored.append((self._score(small, c), c))
+        if small.before and not any(s.full for s, _ in scored):
+            self.after_others = True
+            for i, (s, c) in enumerate(scored):
+                if self.spent_s > self.limit_s or c.rank:
+                    break
+                scored[i] = max(s, self._score(small, c), key=lambda x: x.share), c
+        return scored
+
+    def _score(self, e: Evidence, c: Candidate) -> Score:
+        key = id(e), self.after_others, kinds.clipped(c.knobs, _longest(e.example))
+        if key not in self.known:
+            examples = [*e.before, e.example] if self.after_others else [e.example]
+            self.known[key] = score(e, self.rig.outputs(examples, c.knobs))
+        return self.known[key]
+
+    def _direct(self, evidence: Sequence[Evidence]) -> list[Match]:
+        """Kinds that any op can have."""
+        found = [list(direct(e)) for e in evidence]
+        return [Match(kind, kind, doc, "", rank, tuple(of[i][3] for of in found))
+                for i, (kind, doc, rank, _) in enumerate(found[0]) if kind != self.without]
+
+
+def _longest(example: Example) -> int:
+    """The longest axis of all inputs."""
+    return max((max(a.shape, default=1) for a in example.codes.values()), default=1)
+
+
+def _kept(scored: Sequence[tuple[Score, Candidate]]) -> list[tuple[Score, Candidate]]:
+    """All settings that fit wholly; where none does, the best few of each kind."""
+    whole = [(s, c) for s, c in scored if s.full]
+    if whole:
+        return whole
+    seen: dict[str, int] = {}
+    for s, c in scored:
+        seen[c.kind] = seen.get(c.kind, 0) + 1
+        if s.share > 0 and seen[c.kind] <= KEPT:
+            whole.append((s, c))
+    return whole[: 4 * KEPT]
+
+
+def _best(matches: Iterable[Match]) -> tuple[Match, ...]:
+    """The best of each kind, best first; what only describes has to be twice as good as what explains."""
+    by_kind: dict[str, Match] = {}
+    for m in sorted(matches, key=lambda m: (-m.share / (2 if m.rank >= DESCRIBED else 1), m.rank)):
+        by_kind.setdefault(m.kind, m)
+    return tuple(by_kind.values())
+
+
+def _alone(best: Sequence[Match], wrong: Sequence[int]) -> bool:
+    """Whether the first kind fits wholly, is no mere description, and no other kind comes near.
+
+    wrong: wrong elements of each problem that failed.
+    """
+    first = best[0]
+    return (first.full and len(wrong) >= ENOUGH_EVIDENCE[first.rank] and sum(wrong) >= ENOUGH_ELEMENTS
+            and all(m.share <= CLEAR * first.share for m in best[1:] if m.rank < DESCRIBED))

@@ -1,0 +1,69 @@
+"""`conformance selftest`: every fault of the library must be killed, every correct variant pass."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from conformance.catalogue.load import MODULES
+from conformance.collect import check_names
+from conformance.engine.run import EFFORTS
+from conformance.engine.wire import die_with_parent
+from conformance.options import split
+from conformance.results import EXIT_NONCONFORMING
+from conformance.selftest.library import Row, library
+from conformance.selftest.report import text, write, wrong_ones
+from conformance.selftest.trial import Caught, try_row
+
+PARTS = ("tabled", "injected", "apart")
+TELL_EVERY_S = 20.0
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser("conformance selftest")
+    p.add_argument("--module", default="", help="only these modules: a,b")
+    p.add_argument("--fault", default="", help="only rows whose name contains this")
+    p.add_argument("--parts", default=",".join(PARTS), help="tabled: settings of the cpu kernels; injected: what any "
+                   "op can have; apart: what was written without knowing the suite (default: all)")
+    p.add_argument("--level", default="core", choices=sorted(EFFORTS))
+    p.add_argument("--seed", type=int, default=0, help="the first seed")
+    p.add_argument("--seeds", type=int, default=1, help="how many")
+    p.add_argument("-n", "--processes", type=int, default=2)
+    p.add_argument("--compare", action="store_true", help="also what other rules say of the same problems")
+    p.add_argument("--out", type=Path, default=None, metavar="DIR", help="write selftest.md and selftest.json there")
+    args = p.parse_args(argv)
+    modules, parts = split(args.module) or list(MODULES), split(args.parts)
+    check_names("module", modules, MODULES)
+    check_names("part", parts, PARTS)
+    rows = library(modules, only=args.fault, parts=parts)
+    seeds = range(args.seed, args.seed + args.seeds)
+    print(f"{len(rows)} rows, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {args.processes} processes", flush=True)
+    results = run_rows(rows, seeds, args.processes, args.level, args.compare)
+    print(text(results))
+    if args.out is not None:
+        print(f"wrote {write(results, args.out, 'conformance selftest ' + ' '.join(argv))}")
+    return EXIT_NONCONFORMING if any(not r.good for r in results) else 0
+
+
+def run_rows(rows: Sequence[Row], seeds: Sequence[int], processes: int, level: str, compare: bool) -> list[Caught]:
+    """Try every row with every seed, side by side, telling at once of each that is not as it must be."""
+    context = multiprocessing.get_context("spawn")
+    tasks = [(row, seed, i) for seed in seeds for i, row in enumerate(rows)]
+    started = told = time.monotonic()
+    done: dict[int, Caught] = {}
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=die_with_parent) as pool:
+        futures = {pool.submit(try_row, row, level, seed, turn + seed, compare and seed == seeds[0]): n
+                   for n, (row, seed, turn) in enumerate(tasks)}
+        for f in as_completed(futures):
+            caught = done[futures[f]] = f.result()
+            for line in wrong_ones([caught]):
+                print(line, flush=True)
+            if time.monotonic() - told > TELL_EVERY_S:
+                told = time.monotonic()
+                left = (told - started) / len(done) * (len(tasks) - len(done))
+                print(f"{len(done)}/{len(tasks)} rows, {left / 60:.0f} min left", flush=True)
+    return [done[n] for n in sorted(done)]

@@ -1,0 +1,126 @@
+"""The suite tried on itself: what the command tells is what happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance.catalogue.load import MODULES
+from conformance.engine.attempt import Attempt
+from conformance.engine.judge import Seen
+from conformance.model import Problem, Variant
+from conformance.selftest import report
+from conformance.selftest.command import main
+from conformance.selftest.library import Row, injected, library, tabled
+from conformance.selftest.rules import OURS, Rules
+from conformance.selftest.trial import Caught, try_row
+from references.expected import Exact, Within
+from references.formats import codec
+
+GEMM = "deepgemm.bf16_gemm_nt"
+FAULT = Row("deepgemm", "k_tail_dropped", GEMM, "values", ("numeric",), (("knobs", "drop_tail=yes,tile_k=96"),))
+VARIANT = Row("deepgemm", "small_tiles", GEMM, "values", (), (("knobs", "tile_m=16,tile_n=32"),))
+
+
+def test_the_library_is_large_and_its_rows_differ() -> None:
+    rows = library(MODULES, parts=("tabled", "injected"))
+    assert len({(r.name, r.op, r.check) for r in rows}) == len(rows)
+    assert sum(r.fault for r in rows) >= 200
+    assert {r.module for r in rows} == set(MODULES)
+    assert all(r.doc for r in rows)
+
+
+def test_injected_faults_name_their_check() -> None:
+    checks = {r.name: r.check for r in injected(["deepselect"])}
+    assert checks["any:write_behind"] == checks["any:mutate_input"] == "memory"
+    assert checks["any:wrong_after_refusal"] == checks["any:accepts"] == "rejects"
+
+
+@pytest.mark.parametrize(("row", "outcome"), [
+    (FAULT, "killed"),
+    (Row("deepgemm", "x", GEMM, "values", ("order",), FAULT.options), "wrong reason"),
+    (Row("deepgemm", "x", GEMM, "values", ("numeric",), VARIANT.options), "survived"),
+    (VARIANT, "right"),
+    (Row("deepgemm", "x", GEMM, "values", (), FAULT.options), "false alarm"),
+    (Row("deepgemm", "any:one_element", GEMM, "values", ("numeric", "nonfinite"), inject="one_element"), "killed"),
+], ids=lambda v: v if isinstance(v, str) else v.name)
+def test_outcomes(row: Row, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conformance.selftest.trial.MOST_CASES", 4)
+    caught = try_row(row, "core", 0, 0)
+    assert caught.outcome == outcome
+    assert caught.good == (outcome in ("killed", "right"))
+    assert caught.problems > 0
+    assert bool(caught.case) == (outcome in ("killed", "false alarm"))
+
+
+def attempt(observed: list[float], golden: list[float], family: str) -> Attempt:
+    problem = Problem(GEMM, Variant({}), {}, {}, family, 0)
+    codes = codec.encode(np.array(observed), "fp32")
+    seen = Seen(outputs={"d": codes, "i": np.arange(3, dtype=np.int32)}, formats={"d": "fp32", "i": "int32"})
+    example = type("E", (), {"problem": problem})()
+    expected = {"d": Within(np.array(golden), np.zeros(len(golden))), "i": Exact(np.arange(3, dtype=np.int32))}
+    out = Attempt(problem, seen=[seen], examples=[example], expected=[expected])
+    return out
+
+
+def test_other_rules_are_asked_about_the_same_results() -> None:
+    rules = Rules()
+    rules.look(attempt([1.0, 2.0], [1.0, 2.0], "normal"))
+    assert rules.verdict("allclose", "ordinary") is False
+    assert rules.verdict(OURS, "all") is False
+    rules.look(attempt([1.0, 3.0], [1.0, 2.0], "wide"))
+    assert rules.verdict("allclose", "all") is True
+    assert rules.verdict("allclose", "ordinary") is False
+    assert rules.verdict("FlashAttention", "all") is None
+
+
+def caught(name: str, outcome: str, fault: bool = True, seed: int = 0, margin: float | None = None) -> Caught:
+    row = Row("deepgemm", name, GEMM, "values", ("numeric",) if fault else ())
+    return Caught(row, seed, outcome, 3, 5, 1000, 0.5, "numeric" if outcome in ("killed", "false alarm") else "", "",
+                  margin)
+
+
+def test_tables_count_every_row() -> None:
+    results = [caught("a", "killed", margin=3.5), caught("a", "survived", seed=1), caught("b", "killed", margin=np.inf),
+               caught("v", "right", fault=False), caught("w", "false alarm", fault=False)]
+    head, rows = report.confusion(results)
+    told = dict(zip(head, rows[0], strict=True))
+    assert (told["killed"], told["survived"], told["right"], told["false alarms"]) == (2, 1, 1, 1)
+    assert told["comparisons of variants"] == "2,000"
+    head, rows = report.by_row(results)
+    first = dict(zip(head, rows[0], strict=True))
+    assert (first["as it must"], first["smallest margin"]) == ("1 of 2", "3.5")
+    assert dict(zip(head, rows[1], strict=True))["smallest margin"] == "no error is allowed"
+    assert [line.split(":")[0] for line in report.wrong_ones(results)] == ["survived", "false alarm"]
+
+
+def test_the_comparison_counts_only_what_a_rule_could_see() -> None:
+    one, two, right = caught("a", "killed"), caught("b", "killed"), caught("v", "right", fault=False)
+    one.rules.look(attempt([1.0, 3.0], [1.0, 2.0], "normal"))
+    two.rules.look(attempt([1.0, 2.00001], [1.0, 2.0], "normal"))
+    right.rules.look(attempt([1.0, 9.0], [1.0, 2.0], "normal"))
+    head, rows = report.comparison([one, two, right])
+    told = dict(zip(head, rows[0], strict=True))
+    assert told["allclose"] == "1/2 (FA 1/1)"
+    assert told["FlashAttention"] == "-"
+
+
+def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--module", "deepselect", "--fault", "any:zeros", "-n", "1", "--out", str(tmp_path)])
+    assert code == 0
+    assert "1 rows, 1 seed" in capsys.readouterr().out
+    assert "any:zeros" in (tmp_path / "selftest.md").read_text()
+    (row,) = json.loads((tmp_path / "selftest.json").read_text())
+    assert row["outcome"] == "killed"
+
+
+def test_a_malformed_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cases" / "deepgemm").mkdir(parents=True)
+    (tmp_path / "cases" / "deepgemm" / "faults.toml").write_text(
+        '[[fault]]\nname = "x"\nops = ["deepgemm.bf16_gemm_nt"]\nknobs = "a=1"\n')
+    monkeypatch.setattr("conformance.selftest.library.ROOT", tmp_path)
+    with pytest.raises(ValueError, match="names the reason"):
+        list(tabled(["deepgemm"]))
