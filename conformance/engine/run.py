@@ -72,7 +72,7 @@ EFFORTS = {
     e.level: e
     for e in (
         Effort("bringup", 4, 2.0**22, 30.0, drawn=False, call_s=300.0),
-        Effort("core", 8, 1.6 * 2.0**20, 10.0, beside=5), Effort("full", 25, 2.0**24, 60.0),
+        Effort("core", 8, 1.6 * 2.0**20, 10.0, beside=4), Effort("full", 25, 2.0**24, 60.0),
         Effort("extended", 100, 2.0**30, 300.0),
     )
 }
