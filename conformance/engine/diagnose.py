@@ -43,6 +43,8 @@ ENOUGH_ELEMENTS = 24
 """wrong ones, of all evidence together, without which nothing is certain"""
 DEFAULT_TILES, WHOLE = (64, 128), (1, 2, 3, 32, 64)
 """tiles of a setting that names none, and how many of them make an axis; some kernels walk 32 at a time"""
+NEVER_CERTAIN = ("untouched",)
+"""kinds that others hide behind: what adds to poison leaves poison too"""
 DESCRIBED = 3
 """the rank of what tells less than a setting"""
 
@@ -384,5 +386,6 @@ def _alone(best: Sequence[Match], wrong: Sequence[int]) -> bool:
     wrong: wrong elements of each problem that failed.
     """
     first = best[0]
-    return (first.full and len(wrong) >= ENOUGH_EVIDENCE[first.rank] and sum(wrong) >= ENOUGH_ELEMENTS
+    enough = len(wrong) >= ENOUGH_EVIDENCE[first.rank] and sum(wrong) >= ENOUGH_ELEMENTS
+    return (first.full and enough and first.kind not in NEVER_CERTAIN
             and all(m.share <= CLEAR * first.share for m in best[1:] if m.rank < DESCRIBED))
