@@ -11,12 +11,15 @@ from conformance.engine.diagnose import LIMIT_S, SETTABLE, Diagnosis, Further, d
 from conformance.engine.evidence import Evidence
 from conformance.model import Op
 
+MOST = 24
+"""failures that are diagnosed; a backend that gets everything wrong is not held up. A replay diagnoses again"""
+
 
 class Diagnoser:
     """Call it with an op and what was seen of it. Where the cpu kernels can't be had it says nothing, and asks once."""
 
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self.limit_s = limit_s
+    def __init__(self, limit_s: float = LIMIT_S, most: int = MOST) -> None:
+        self.limit_s, self.left = limit_s, most
         self._stack = contextlib.ExitStack()
         self._bench: Bench | None = None
         self._asked = False
@@ -24,6 +27,9 @@ class Diagnoser:
     def __call__(self, op: Op, evidence: Sequence[Evidence], further: Further | None = None,
                  tiles: Iterable[int] = ()) -> Diagnosis | None:
         """See `engine.diagnose.diagnose`. Raises nothing."""
+        self.left -= 1
+        if self.left < 0:
+            return None
         return diagnose(op, evidence, self._started, further=further, tiles=tiles, limit_s=self.limit_s)
 
     def _started(self) -> Bench:

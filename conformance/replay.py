@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 from conformance import backends
 from conformance.bench import bench_of
 from conformance.collect import UsageError, check_names, find_case
+from conformance.diagnosis import Diagnoser
 from conformance.engine.bringup import LEVEL
 from conformance.engine.run import EFFORTS, Config, Effort, run_case
 from conformance.model import Case, Problem
@@ -57,10 +59,10 @@ def _replay(case: Case, backend: str, options: dict[str, str], seed: int, repeat
     records: list[Record] = []
     where = Path(dump) if dump else Path(tempfile.mkdtemp(prefix="replay-"))
     try:
-        with bench_of(backend, options) as bench:
+        with bench_of(backend, options) as bench, contextlib.closing(Diagnoser()) as diagnoser:
             bench.case_timeout_s = effort.call_s
             fixed: dict[str, Any] | None = {case.id: [problem]} if problem else None
-            config = Config(bench, effort, seed, where, backend, options, fixed=fixed)
+            config = Config(bench, effort, seed, where, backend, options, fixed=fixed, diagnose=diagnoser)
             for _ in range(repeat):
                 record = run_case(case, config)
                 record.verdict = verdict_of(record.status, "none").value

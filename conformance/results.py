@@ -103,6 +103,8 @@ class Record:
     perf: dict[str, Any] | None = None
     artefact: dict[str, Any] | None = None
     """of the check `compile`: kind, nbytes, sha256, uses, log"""
+    diagnosis: dict[str, Any] | None = None
+    """known kinds of fault that give the same wrong numbers: certain, tried, settings, also, matches"""
     waiver: dict[str, Any] | None = None
     """reason, issue and expiry of the waiver that was applied"""
     lineage: list[str] = field(default_factory=list)

@@ -14,6 +14,7 @@ import pytest
 from conformance import waivers
 from conformance.budget import Budget, left_out
 from conformance.collect import cases_at, timing_cases
+from conformance.diagnosis import Diagnoser
 from conformance.engine import clock
 from conformance.engine.attempt import Bench
 from conformance.engine.bringup import LEVEL
@@ -136,6 +137,7 @@ class Worker(Run):
         self._log: WorkerLog | None = None
         self._config: Config | None = None
         self._on = ""
+        self.diagnoser = Diagnoser()
 
     def engine_config(self) -> Config:
         if self._config is None:
@@ -162,7 +164,7 @@ class Worker(Run):
                 self.handed["fixed"] is not None) else None
             self._config = Config(bench, effort, o("--seed"), self.run_dir, self.backend, self.options,
                                   self._log.problem, fixed, keep_outputs=o("--keep-outputs"),
-                                  reference_run=reference_run(o("--reference-run")))
+                                  reference_run=reference_run(o("--reference-run")), diagnose=self.diagnoser)
         return self._config
 
     def waiting(self, sentence: str) -> None:
@@ -181,6 +183,8 @@ class Worker(Run):
         if self.budget.deadline_s is not None:
             shrink_s = min(config.effort.shrink_s, max(self.budget.left_s(), 0.0))
             config = replace(config, effort=replace(config.effort, shrink_s=shrink_s))
+        if any(selects(w.id, case.id) for w in self.waivers):
+            config = replace(config, diagnose=None)  # its cause is known
         began = clock.monotonic()
         record = run_case(case, config)
         self.budget.took(case, clock.monotonic() - began)
@@ -200,6 +204,7 @@ class Worker(Run):
         record.verdict = verdict_of(record.status, record.expectation, required=required).value
 
     def pytest_sessionfinish(self) -> None:
+        self.diagnoser.close()
         if self._config is not None:
             self._config.bench.launcher.close()
             self._config.bench.debug_launcher.close()

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from conformance.engine import judge, kinds
-from conformance.engine.attempt import Bench
+from conformance.engine.attempt import Attempts, Bench, Clock
 from conformance.engine.clock import monotonic
-from conformance.engine.evidence import Evidence, Score, direct, score, wrong_in
+from conformance.engine.draw import work
+from conformance.engine.evidence import Evidence, Score, direct, evidence_of, score, wrong_in
 from conformance.engine.example import Example, build, digests, place, start_cursors
-from conformance.engine.executor import Executor
+from conformance.engine.executor import ArenaPool, Executor
 from conformance.engine.kinds import Candidate
 from conformance.engine.patterns import pattern_of
 from conformance.model import Op, Problem
@@ -123,6 +124,25 @@ class Further:
     problems: Sequence[Problem]
     ask: Callable[[Problem], Evidence | None]
     requirements: Mapping[str, int]
+
+
+def further(bench: Bench, op: Op, problems: Sequence[Problem]) -> Further | None:
+    """These problems, the largest first, and the backend to ask; None where the case holds its devices.
+
+    What is asked runs in a process and arenas of its own, so that what a failure kept stays as it is.
+    """
+    if bench.devices is not None or bench.inline:
+        return None
+
+    def ask(problem: Problem) -> Evidence | None:
+        attempts = Attempts(replace(bench, pool=ArenaPool()), op, Clock())
+        try:
+            attempt = attempts.run(problem, fresh=True)
+            return evidence_of(attempt, attempt.worst)
+        finally:
+            attempts.close()
+
+    return Further(sorted(problems, key=lambda p: -work(op, p)), ask, bench.description.requirements)
 
 
 def diagnose(op: Op, evidence: Sequence[Evidence], bench: Callable[[], Bench], *, further: Further | None = None,

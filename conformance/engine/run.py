@@ -17,6 +17,8 @@ from conformance.engine.checks import CHECKS, Check, counted
 from conformance.engine.clock import monotonic
 from conformance.engine.compiled import refusal, run_compile
 from conformance.engine.devices import DeviceGone, TooFewDevices
+from conformance.engine.diagnose import Diagnosis, further
+from conformance.engine.evidence import Evidence, evidence_of
 from conformance.engine.executor import BackendBroken
 from conformance.engine.judge import Finding, rejected_share
 from conformance.engine.keep import keep
@@ -30,6 +32,8 @@ from conformance.model import Case, Problem
 from conformance.results import Record
 from conformance.speed import TimedCase
 
+DIAGNOSED = ("values", "layout", "degenerate")
+"""checks whose failures are of one call and show in its values"""
 AFTER_THE_CALL = ("execute", "compare", "teardown")
 MAX_UNSUPPORTED = 256
 """drawn problems in a row outside the limits, after which a case is unsupported"""
@@ -97,6 +101,8 @@ class Config:
     """write what came back of every problem of check `values`, for another run to compare with"""
     reference_run: Path | None = None
     """a run directory with such outputs"""
+    diagnose: Callable[..., Diagnosis | None] | None = None
+    """`conformance.diagnosis.Diagnoser`, or None: failures are not diagnosed"""
     watch: Callable[[Attempt], None] | None = None
     """sees every problem that ran; the case goes on after a failure and its record is no verdict"""
 
@@ -342,6 +348,7 @@ class _CaseRun:
         if not self.config.confirm:
             self.tell(worst, worst.status, attempt, first, "")
             return
+        seen = self.evidence(attempt, worst)
         alone = self.attempt(first, fresh=True, settle=True)
         again = self.worst(alone)
         story = ""
@@ -363,7 +370,29 @@ class _CaseRun:
         found = self.worst(final)
         if found is None or found.bug != again.bug:
             final, found = alone, again
-        self.tell(found, found.status, final, first, "")
+        self.tell(found, found.status, final, first, self.diagnosed(self.evidence(final, found), seen))
+
+    def evidence(self, attempt: Attempt, finding: Finding) -> Evidence | None:
+        """What a diagnosis goes by, while the arrays stand; None where none is wanted, or none can be made."""
+        wanted = self.config.diagnose is not None and self.case.check in DIAGNOSED
+        return evidence_of(attempt, finding) if wanted else None
+
+    def diagnosed(self, small: Evidence | None, first: Evidence | None) -> str:
+        """What kind of fault it may be, in a line; empty where nothing can be said."""
+        if small is None or self.config.diagnose is None:
+            return ""
+        more = [first] if first is not None and first.example.problem != small.example.problem else []
+        problems = [p for p in (*draw.first_chunk(self.drawn_case, self.config.seed)[0],
+                                *draw.explicit(self.drawn_case, self.config.seed))
+                    if p != small.example.problem and not self.outside(p)
+                    and draw.work(self.case.op, p) <= self.config.effort.max_work]
+        with self.clock.timed("diagnose"):
+            told = self.config.diagnose(self.case.op, [small, *more],
+                                        further(self.config.bench, self.case.op, problems), self.support.tiles.values())
+        if told is None:
+            return ""
+        self.record.diagnosis = told.to_json()
+        return f"diagnosis: {told.sentence()}"
 
     def stands(self, attempt: Attempt) -> Attempt | None:
         """The failure that counts, or None. What only statistics say has to show with two of three other data."""
