@@ -26,16 +26,13 @@ def pairwise(op: Op) -> list[Variant]:
 
 CORE_STRENGTH = {"values": 3, "memory": 1, "repeat": 1, "degenerate": 1}
 """how many key values at once level core shows every combination of, by check; of others it has what full has"""
-GROUP_STRENGTH = 2
-"""the same at most where a call takes a group of processes, whose cases cost as much as five others"""
 
 
 @cache
 def core_variants(op: Op, check: str) -> frozenset[Variant]:
     """Of the variants that `op.core` admits few that show the combinations which this check is to show."""
     among = all_variants(op) if check == "values" else pairwise(op)
-    strength = CORE_STRENGTH[check] if op.ranks == 1 else min(CORE_STRENGTH[check], GROUP_STRENGTH)
-    return frozenset(_covering([v for v in among if op.core(v)], strength))
+    return frozenset(_covering([v for v in among if op.core(v)], CORE_STRENGTH[check]))
 
 
 def _covering(variants: Sequence[Variant], strength: int) -> list[Variant]:
