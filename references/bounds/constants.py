@@ -116,6 +116,8 @@ STATISTICS: dict[str, Limit] = {
     "other": Limit(1 / 6, "of a largest error of six standard deviations: one"),
     "weight_rounding": Limit(0.43, "root mean square of the relative error of rounding log-uniform numbers, in u: "
                                    "sqrt(1/3 * mean of x**-2) = sqrt(1/3 * 3/8 / ln 2) over one binade"),
+    "nearly_all": Limit(2.0**-4, "weight beside one row below which the others may move a bf16 result by less than 16 "
+                                 "half ulp, so that roundings are not spread evenly"),
     "square_spread": Limit(2.1, "standard deviation over mean of its square: the square lies in 0..u**2 with mean "
                                 "0.185 u**2, so its variance is at most 0.185 (1 - 0.185) u**4"),
 }

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from references.bounds.basic import rounding
-from references.bounds.constants import STATISTICS
+from references.bounds.constants import STATISTICS, ProbabilityFormat
 from references.typical import SIGMAS, Typical
 
 Array = np.ndarray
 
 ACCUMULATION, EXTRA, OTHER = (STATISTICS[name].value for name in ("accumulation", "extra", "other"))
 WEIGHT_ROUNDING, SQUARE_SPREAD = STATISTICS["weight_rounding"].value, STATISTICS["square_spread"].value
+NEARLY_ALL = STATISTICS["nearly_all"].value
 ATTENTION_RMS = STATISTICS["attention_rms"].value
 
 
@@ -47,9 +48,9 @@ class AttentionScatter:
     """elements; share of P in their variance; sums of A, A**2, V, V**2; variance of <error, out>"""
 
 
-def attention_scatter(weights: Array, v: Array, out: Array, other: Array, u: float, fmt: str, *, repeats: int = 1,
-                      factor: ArrayLike = 1.0) -> AttentionScatter:
-    """out = factor * weights @ v with weights rounded to nearest in a format of unit roundoff u, stored in `fmt`.
+def attention_scatter(weights: Array, v: Array, out: Array, other: Array, p: ProbabilityFormat, fmt: str, *,
+                      repeats: int = 1, factor: ArrayLike = 1.0) -> AttentionScatter:
+    """out = factor * weights @ v with weights rounded to nearest in the format p, and the result stored in `fmt`.
 
     weights [h, n] summing to 1, v [n, d] random and independent of the roundings, out [h, d], factor [h, 1] of a sink.
     other [h, d]: largest error of all else (scores, exponentials, sums), 6 standard deviations or more.
@@ -58,11 +59,15 @@ def attention_scatter(weights: Array, v: Array, out: Array, other: Array, u: flo
     The error is sum_j w_j delta_j v_j, the same delta_j in all d elements of a head: A_j = w_j**2 |v_j|**2 is what
     each adds to the head's sum of squares, V_d = sum_j w_j**2 v_jd**2 what each element has of it. A sum of squares
     has 6 standard deviations of sqrt(sum A**2) from the deltas, and of sqrt(2 sum V**2) from products of two of them.
+    Weights too small for p err by up to p.absolute each. Where one row has nearly all the weight, out is that row and a
+    little: its rounding is no chance, and may be half an ulp everywhere.
     """
     square = (weights * factor) ** 2 * repeats
-    size = (WEIGHT_ROUNDING * u) ** 2
+    size = (WEIGHT_ROUNDING * p.u) ** 2
     by_weights = size * (square @ (v * v))
-    rest = rounding(out, fmt) ** 2 / 3 + (OTHER * other) ** 2
+    alone = weights.max(axis=1, keepdims=True, initial=0.0) * repeats > 1 - NEARLY_ALL
+    by_small = (p.absolute * factor) ** 2 * repeats * (v * v).sum(axis=0)
+    rest = rounding(out, fmt) ** 2 / np.where(alone, 1.0, 3.0) + (OTHER * other) ** 2 + by_small
     variance = by_weights + rest
     each = np.divide(1.0, variance, out=np.zeros_like(variance), where=variance > 0)
     a, share = size * square * (each @ (v * v).T), by_weights * each

@@ -120,7 +120,7 @@ def attend(
             out = out * factor
         scatter = None
         if rules.random and rules.l_from == "fp32" and np.isfinite(out).all():
-            scatter = attention_scatter(weight, rows, out, other, PROBABILITIES[rules.p].u, "bf16", repeats=repeats,
+            scatter = attention_scatter(weight, rows, out, other, PROBABILITIES[rules.p], "bf16", repeats=repeats,
                                         factor=factor)
         out_bound = rounded_once(_finite(out), _finite(out_bound), "bf16")
 
