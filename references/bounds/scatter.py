@@ -65,7 +65,7 @@ def attention_scatter(weights: Array, v: Array, out: Array, other: Array, p: Pro
     square = (weights * factor) ** 2 * repeats
     size = (WEIGHT_ROUNDING * p.u) ** 2
     by_weights = size * (square @ (v * v))
-    alone = weights.max(axis=1, keepdims=True, initial=0.0) * repeats > 1 - NEARLY_ALL
+    alone = weights.max(axis=1, keepdims=True, initial=0) * repeats > 1 - NEARLY_ALL
     by_small = (p.absolute * factor) ** 2 * repeats * (v * v).sum(axis=0)
     rest = rounding(out, fmt) ** 2 / np.where(alone, 1.0, 3.0) + (OTHER * other) ** 2 + by_small
     variance = by_weights + rest
