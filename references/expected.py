@@ -177,8 +177,7 @@ class Within(Expected):
         if self.unspecified is not None:
             mask &= ~self.unspecified
         error = np.where(mask, error, 0.0)
-        note = self.typical.complaint(error, self.value, mask)
-        figures = self.typical.figures(error, self.value, mask)
+        note, figures = self.typical.judged(error, self.value, mask)
         return replace(judged, note=note, by_chance=bool(note), figures=figures)
 
     def _ratio(self, error: Array, where: Array) -> Array:

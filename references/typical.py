@@ -52,18 +52,14 @@ class Typical:
         rows = None if self.rows is None else self.rows.reshape(shape[:-1])
         return replace(self, deviation=self.deviation.reshape(shape), rows=rows)
 
-    def complaint(self, error: Array, value: Array, mask: Array) -> str:
-        """A sentence about the statistic that is furthest from what a correct kernel shows; empty where none is.
+    def judged(self, error: Array, value: Array, mask: Array) -> tuple[str, dict[str, float]]:
+        """(a sentence about the statistic furthest beyond its limit, empty where all hold; all of them by name).
 
         error = observed - value; mask: elements whose error is known and counts. All of the output's shape.
         """
-        beyond = [(seen / limit, said) for _, seen, limit, said in self.statistics(error, value, mask)
-                  if not seen <= limit]
-        return max(beyond)[1] if beyond else ""
-
-    def figures(self, error: Array, value: Array, mask: Array) -> dict[str, float]:
-        """Every statistic by name, in the units of its limit."""
-        return {name: seen for name, seen, _, _ in self.statistics(error, value, mask)}
+        found = list(self.statistics(error, value, mask))
+        beyond = [(seen / limit, said) for _, seen, limit, said in found if not seen <= limit]
+        return max(beyond)[1] if beyond else "", {name: seen for name, seen, _, _ in found}
 
     def statistics(self, error: Array, value: Array, mask: Array) -> Iterator[tuple[str, float, float, str]]:
         """(name, what it is, its limit, what to say where it is beyond) of each."""

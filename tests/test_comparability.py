@@ -89,7 +89,7 @@ class Bomb:
         return (Path("/nowhere/planted").touch, ())
 
 
-@pytest.mark.parametrize("kind", ["garbage", "pickle", "other shape", "huge", "folder", "truncated"])
+@pytest.mark.parametrize("kind", ["garbage", "pickle", "other shape", "huge", "folder", "truncated", "flipped"])
 def test_a_hostile_file_is_passed_over(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = attempt([1.0, 2.0], [1.0, 2.0])
     kept_outputs.store(tmp_path, CASE, a)
@@ -98,6 +98,10 @@ def test_a_hostile_file_is_passed_over(tmp_path: Path, kind: str, monkeypatch: p
         path.write_bytes(b"\x00" * 100)
     elif kind == "truncated":
         path.write_bytes(path.read_bytes()[:-30])
+    elif kind == "flipped":
+        data = bytearray(path.read_bytes())
+        data[45:90] = bytes(b ^ 0xFF for b in data[45:90])
+        path.write_bytes(data)
     elif kind == "pickle":
         with zipfile.ZipFile(path, "w") as z:
             z.writestr("out:d.npy", pickle.dumps(Bomb()))

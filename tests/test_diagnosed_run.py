@@ -68,7 +68,7 @@ def test_what_was_kept_is_the_failure_still(bench: Bench, diagnoser: Diagnoser, 
         assert mine == theirs, name
 
 
-@pytest.mark.parametrize("broken", ["raises", "says nothing", "spent"])
+@pytest.mark.parametrize("broken", ["raises", "says nothing", "spent", "no evidence", "no problems"])
 def test_no_verdict_hangs_on_it(bench: Bench, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(*_: Any, **__: Any) -> None:
         msg = "no kernels here"
@@ -77,6 +77,9 @@ def test_no_verdict_hangs_on_it(bench: Bench, broken: str, tmp_path: Path, monke
     own = Diagnoser(most=0 if broken == "spent" else 1)
     if broken == "raises":
         monkeypatch.setattr(own, "_started", raising)
+    for name, when in (("evidence_of", "no evidence"), ("further", "no problems")):
+        if broken == when:
+            monkeypatch.setattr(f"conformance.engine.run.{name}", raising)
     r = ran(bench, tmp_path, "drop_tail=yes,tile_k=48", (lambda *a, **k: None) if broken == "says nothing" else own)
     own.close()
     assert (r.status, r.reason, r.diagnosis) == ("fail", "numeric", None)

@@ -76,7 +76,7 @@ def test_wrong_elements_beside_edges_are_found_in_any_data(place: tuple[int, int
 def test_everything_wrong_takes_no_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs("exact")
     want = expected("exact", given, monkeypatch)
-    monkeypatch.setattr(product, "LARGE", 2**10)
+    monkeypatch.setattr(product, "EXAMINED", 2**10)
     judged = want.judge(codec.encode(np.zeros((M, N)), "bf16"), "bf16")
     assert judged.bad.mean() > 0.99
     assert "each holds a wrong element" in judged.note
@@ -99,3 +99,24 @@ def test_special_values_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs("normal")
     given.codes("a")[0, 0] = 0x7FC0
     assert isinstance(expected("nans", given, monkeypatch), Within)
+
+
+def test_what_is_not_finite_is_found_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "AT_RANDOM", 0)
+    given = inputs("normal")
+    want = expected("normal", given, monkeypatch)
+    unseen = np.argwhere(want.unspecified)
+    assert 0 < len(unseen) < M * N
+    for place, code in zip(map(tuple, unseen[:: len(unseen) // 4]), (0x7FC0, 0x7F80, 0xFF80, 0xFFC1), strict=False):
+        codes = right("normal", given)
+        codes[place] = code
+        np.testing.assert_array_equal(np.argwhere(want.judge(codes, "bf16").bad), [place])
+
+
+def test_only_what_is_looked_at_counts_as_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "AT_RANDOM", 0)
+    given = inputs("normal")
+    want = expected("normal", given, monkeypatch)
+    wrong = right("normal", given) ^ np.uint16(0x80)
+    np.testing.assert_array_equal(want.judge(wrong, "bf16").bad, ~want.unspecified)
+    assert expected("exact", inputs("exact"), monkeypatch).unspecified is None

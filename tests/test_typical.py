@@ -188,14 +188,14 @@ def test_wrong_attention_is_seen(kernel: str) -> None:
     (np.linspace(1, 2, 400), np.r_[np.zeros(399), 40.0], True),
 ])
 def test_edges(value: np.ndarray, error: np.ndarray, complains: bool) -> None:
-    found = Typical(np.ones(value.shape)).complaint(error, value, np.isfinite(value))
+    found = Typical(np.ones(value.shape)).judged(error, value, np.isfinite(value))[0]
     assert bool(found) == complains
 
 
 def test_drift_is_allowed_where_it_is_declared() -> None:
     value, error = np.linspace(1, 2, 4000), np.full(4000, 0.4)
-    assert Typical(np.ones(4000), 0.5).complaint(error, value, np.ones(4000, bool)) == ""
-    assert Typical(np.ones(4000), 0.1).complaint(error, value, np.ones(4000, bool)) != ""
+    assert Typical(np.ones(4000), 0.5).judged(error, value, np.ones(4000, bool))[0] == ""
+    assert Typical(np.ones(4000), 0.1).judged(error, value, np.ones(4000, bool))[0] != ""
 
 
 def test_the_model_of_a_rounding() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from conformance.engine.checks import CHECKS, Check, counted
 from conformance.engine.clock import monotonic
 from conformance.engine.compiled import refusal, run_compile
 from conformance.engine.devices import DeviceGone, TooFewDevices
-from conformance.engine.diagnose import Diagnosis, further
+from conformance.engine.diagnose import Diagnosis, Further, further
 from conformance.engine.evidence import Evidence, evidence_of
 from conformance.engine.executor import BackendBroken
 from conformance.engine.judge import Finding, rejected_share
@@ -159,6 +160,8 @@ class _CaseRun:
         self.related = relations.relation_of(case) is not None
         self.compared = False
         """whether a relation had anything to compare yet"""
+        self.unkept = ""
+        """why outputs of this case are not kept"""
         self.across: list[Problem] = []
         """problems that cross the backend's own tiles, beside those that all backends share"""
         self.unwatched = False
@@ -238,6 +241,8 @@ class _CaseRun:
             record.message = outside or "no drawn problem is small enough for this level"
         elif record.status == "error" and not record.message:
             self.passed()
+        if self.unkept:
+            record.message = "\n".join(filter(None, (record.message, self.unkept)))
 
     def compile_only(self, apart: str) -> None:
         """The check `compile`, or why a check does not apply to this platform."""
@@ -315,8 +320,7 @@ class _CaseRun:
         if self.case.check == "values":
             with self.clock.timed("compare"):
                 comparability.note(self.record, attempt, self.config.reference_run)
-            if self.config.keep_outputs:
-                kept_outputs.store(self.config.run_dir, self.case.id, attempt)
+            self.keep_outputs(attempt)
         for seen in attempt.seen[-1:]:
             for output, figures in seen.numerics.items():
                 mine = self.record.numerics.setdefault(output, {"elements": 0})
@@ -324,6 +328,14 @@ class _CaseRun:
                 if figures.get("worst_ratio", 0) >= mine.get("worst_ratio", 0):
                     mine.update({k: v for k, v in figures.items() if k != "elements"})
             self.record.numerics.setdefault("_", {"elements": 0})["elements"] += seen.elements
+
+    def keep_outputs(self, attempt: Attempt) -> None:
+        """Where they are asked for. What can't be kept changes no verdict; it is said at the end."""
+        try:
+            if self.config.keep_outputs:
+                kept_outputs.store(self.config.run_dir, self.case.id, attempt)
+        except OSError as e:
+            self.unkept = f"outputs could not be kept: {e.strerror or e}"
 
     def passed(self) -> None:
         record = self.record
@@ -374,25 +386,32 @@ class _CaseRun:
 
     def evidence(self, attempt: Attempt, finding: Finding) -> Evidence | None:
         """What a diagnosis goes by, while the arrays stand; None where none is wanted, or none can be made."""
-        wanted = self.config.diagnose is not None and self.case.check in DIAGNOSED
-        return evidence_of(attempt, finding) if wanted else None
+        if self.config.diagnose is None or self.case.check not in DIAGNOSED:
+            return None
+        with contextlib.suppress(Exception):  # no verdict hangs on a diagnosis
+            return evidence_of(attempt, finding)
+        return None
 
     def diagnosed(self, small: Evidence | None, first: Evidence | None) -> str:
         """What kind of fault it may be, in a line; empty where nothing can be said."""
         if small is None or self.config.diagnose is None:
             return ""
+        told = None
+        with self.clock.timed("diagnose"), contextlib.suppress(Exception):  # no verdict hangs on a diagnosis
+            told = self.config.diagnose(self.case.op, *self.asked_of(small, first), self.support.tiles.values())
+        if told is None:
+            return ""
+        self.record.diagnosis = told.to_json()
+        return f"diagnosis: {told.sentence()}"
+
+    def asked_of(self, small: Evidence, first: Evidence | None) -> tuple[list[Evidence], Further | None]:
+        """The evidence of a failure, and more problems that the backend may be asked about."""
         more = [first] if first is not None and first.example.problem != small.example.problem else []
         problems = [p for p in (*draw.first_chunk(self.drawn_case, self.config.seed)[0],
                                 *draw.explicit(self.drawn_case, self.config.seed))
                     if p != small.example.problem and not self.outside(p)
                     and draw.work(self.case.op, p) <= self.config.effort.max_work]
-        with self.clock.timed("diagnose"):
-            told = self.config.diagnose(self.case.op, [small, *more],
-                                        further(self.config.bench, self.case.op, problems), self.support.tiles.values())
-        if told is None:
-            return ""
-        self.record.diagnosis = told.to_json()
-        return f"diagnosis: {told.sentence()}"
+        return [small, *more], further(self.config.bench, self.case.op, problems)
 
     def stands(self, attempt: Attempt) -> Attempt | None:
         """The failure that counts, or None. What only statistics say has to show with two of three other data."""

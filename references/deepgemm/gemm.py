@@ -41,7 +41,7 @@ def bf16_gemm_nt(problem: Problem, inputs: Inputs, profile: Profile) -> dict[Any
     Family: of a random one, partial sums are bounded by chance (2 exp(-18) an element).
     Profile: subnormals, partial; c_added "before_rounding" (default), or "after_rounding" where the product is rounded
     to d's format and then c added, with a second rounding.
-    Products of 2**32 terms and more are projected or sampled (`large.product`) where nothing is added to them.
+    Products of 2**36 terms and more are projected or sampled (`large.product`) where nothing is added to them.
     """
     if _large(problem, inputs, profile):
         family = _family(problem)

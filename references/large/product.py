@@ -13,8 +13,11 @@ from references.large.sampling import check_sampled, sample_plan
 
 Array = np.ndarray
 
-LARGE = 2**32
-"""products a b of C from which on all of them are not computed: some 3 s on one core, and a sixteenth of that here"""
+LARGE = 2**36
+"""products a b of C from which on all of them are not computed: half a minute on one core. No level draws as many, so
+what a level draws is judged element by element"""
+EXAMINED = 2**32
+"""products that are computed to tell which elements of wrong rows and columns are wrong"""
 TILE = (128, 128)
 """edges of output tiles that the sample looks beside; those of most kernels are multiples or halves"""
 AT_RANDOM = 16
@@ -42,6 +45,18 @@ class LargeProduct(Expected):
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return len(self.a), len(self.b)
 
+    @property
+    def unspecified(self) -> Array | None:
+        """True for what no sample looks at, so that it is not counted as judged."""
+        if self.exact:
+            return None
+        plan = sample_plan(*self.shape, TILE, self.seed, AT_RANDOM)
+        unseen = np.ones(self.shape, bool)
+        unseen[plan.rows], unseen[:, plan.columns] = False, False
+        for rows, columns in plan.spans():
+            unseen[np.ix_(rows, columns)] = False
+        return unseen
+
     def judge(self, codes: Array, fmt: str) -> Judgement:
         bad = np.zeros(self.shape, bool)
         if not self.exact:
@@ -49,14 +64,21 @@ class LargeProduct(Expected):
             found = check_sampled(self.a, self.b, codes, plan, out=fmt, a_format=self.fmt, b_format=self.fmt,
                                   exchangeable=self.exchangeable)
             bad[found.wrong[:, 0], found.wrong[:, 1]] = True
+            if self._can_not_overflow(fmt):
+                bad |= ~np.isfinite(codec.decode(codes, fmt))
             return Judgement(bad)
         found = project(self.a, self.b, codes, out=fmt, seed=self.seed, a_format=self.fmt, b_format=self.fmt)
         if found.ok:
             return Judgement(bad)
         place = np.ix_(found.rows, found.columns)
-        if len(found.rows) * len(found.columns) * self.a.shape[1] > LARGE:
+        if len(found.rows) * len(found.columns) * self.a.shape[1] > EXAMINED:
             bad[place] = True  # which of them are wrong would take the whole product
             return Judgement(bad, note="of these rows and columns each holds a wrong element")
         bad[place] = codec.decode(codes[place], fmt) != examine(
             self.a, self.b, found, a_format=self.fmt, b_format=self.fmt)
         return Judgement(bad, note="" if bad.any() else "projections of the result differ from those of the operands")
+
+    def _can_not_overflow(self, fmt: str) -> bool:
+        """Whether no sum, however it is ordered, comes near the largest number: k times the largest product."""
+        largest = [float(np.max(np.abs(codec.decode(x, self.fmt)), initial=0)) for x in (self.a, self.b)]
+        return 2 * largest[0] * largest[1] * self.a.shape[1] < codec.max_finite(fmt)
