@@ -122,7 +122,7 @@ def plan(argv: list[str]) -> int:
 @command("the cases of a level, an id a line")
 def list_(argv: list[str]) -> int:
     from conformance.collect import UsageError, cases_at
-    from conformance.engine.run import EFFORTS
+    from conformance.engine.effort import EFFORTS
     from conformance.identity import selects, unknown
 
     p = argparse.ArgumentParser("conformance list")
@@ -141,7 +141,7 @@ def list_(argv: list[str]) -> int:
 @command("what a case is, and the first problems that are drawn for it")
 def describe(argv: list[str]) -> int:
     from conformance.describe import describe_case
-    from conformance.engine.run import EFFORTS
+    from conformance.engine.effort import EFFORTS
 
     p = argparse.ArgumentParser("conformance describe")
     p.add_argument("id")

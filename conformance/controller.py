@@ -59,6 +59,8 @@ class Controller(Worker):
         self.broken = ""
         """why the run directory takes no more"""
         self.failures, self.interrupted = 0, False
+        self.untried: set[str] = set()
+        """what a worker came to and did not begin; of these, those without a line did not fit the budget"""
         self.begun_s, self.begun_at = clock.monotonic(), time.time()
         self.device_rows: list[dict[str, Any]] = []
         waiver_file = o("--waivers")
@@ -178,6 +180,8 @@ class Controller(Worker):
             return
         if report.when == "call" and found is not None and self.progress is not None:
             self.progress.done(found["verdict"])
+            if found["status"] == "not_run":
+                self.untried.add(found["id"])
         elif report.failed and "::" in report.nodeid and found is None:
             self.lost[report.nodeid.split("::", 1)[1]] = str(report.longrepr)[:500]
 
@@ -228,7 +232,7 @@ class Controller(Worker):
             if case.id in found:
                 continue
             status, message = "not_run", "the run ended before it" if i < len(legal) else "claimed, but not selected"
-            if i < len(legal) and not self.budget.fits(case):
+            if case.id in self.untried:
                 message = left_out(self.budget_text)
             if case.id in self.lost:
                 status, message = "error", f"the worker that ran it was lost: {self.lost[case.id]}"

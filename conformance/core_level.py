@@ -12,7 +12,7 @@ from typing import Any
 
 from conformance.collect import CORE, all_cases, default_sizes
 from conformance.engine.draw import values_of, work
-from conformance.engine.run import EFFORTS
+from conformance.engine.effort import EFFORTS
 from conformance.engine.variants import in_core
 from conformance.model import Case, Problem
 

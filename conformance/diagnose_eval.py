@@ -26,10 +26,10 @@ from conformance.engine import draw
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
 from conformance.engine.clock import monotonic
 from conformance.engine.diagnose import SETTABLE, Diagnosis, Further, diagnose
+from conformance.engine.effort import EFFORTS
 from conformance.engine.evidence import Evidence, evidence_of
 from conformance.engine.executor import ArenaPool
 from conformance.engine.kinds import family_of, has_parameters, kind_of, kinds_of, parse, text
-from conformance.engine.run import EFFORTS
 from conformance.engine.shrink import Shrinker
 from conformance.model import Case, Op, Problem
 

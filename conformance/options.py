@@ -9,8 +9,8 @@ from typing import Any
 from conformance.catalogue.load import MODULES
 from conformance.collect import UsageError, all_cases, check_names, timing_cases
 from conformance.engine import kept_outputs
+from conformance.engine.effort import EFFORTS
 from conformance.engine.inject import FAULTS
-from conformance.engine.run import EFFORTS
 from conformance.identity import nearest, selects, unknown
 from conformance.model import CHECKS
 

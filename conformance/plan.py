@@ -21,12 +21,12 @@ from conformance.collect import UsageError, cases_at, check_names
 from conformance.engine import draw
 from conformance.engine.bringup import LEVEL
 from conformance.engine.compiled import refusal
+from conformance.engine.effort import EFFORTS, Effort
 from conformance.engine.layout import Planner, rank_sizes, resolve, row_bytes_of, shape_of
 from conformance.engine.limits import problem_limit, support_of, variant_limit
 from conformance.engine.misuse import problem_of
 from conformance.engine.order import most_telling
 from conformance.engine.relations import drawn_case
-from conformance.engine.run import EFFORTS, Effort
 from conformance.model import Case, Problem
 from conformance.progress import duration
 from conformance.protocol import FORMATS, Description, Support

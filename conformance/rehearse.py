@@ -22,8 +22,9 @@ from conformance.bench import bench_of
 from conformance.catalogue.load import MODULES, functions, package_of, read_toml
 from conformance.collect import ROOT, UsageError, cases_at, check_names, ops
 from conformance.engine.attempt import Bench
+from conformance.engine.effort import EFFORTS, Config, Effort
 from conformance.engine.limits import support_of, variant_limit
-from conformance.engine.run import EFFORTS, Config, Effort, run_case
+from conformance.engine.run import run_case
 from conformance.identity import unknown
 from conformance.model import Case, Op
 from conformance.options import backend_options, split

@@ -16,7 +16,8 @@ from conformance.bench import bench_of
 from conformance.collect import UsageError, check_names, find_case
 from conformance.diagnosis import Diagnoser
 from conformance.engine.bringup import LEVEL
-from conformance.engine.run import EFFORTS, Config, Effort, run_case
+from conformance.engine.effort import EFFORTS, Config, Effort
+from conformance.engine.run import run_case
 from conformance.model import Case, Problem
 from conformance.options import backend_options
 from conformance.plugin import told

@@ -20,10 +20,11 @@ from conformance.engine.attempt import Bench
 from conformance.engine.bringup import LEVEL
 from conformance.engine.compiled import refusal
 from conformance.engine.devices import EVENTS_FILE, Board, DevicePool
+from conformance.engine.effort import EFFORTS, Config
 from conformance.engine.executor import ArenaPool, Launcher
 from conformance.engine.leases import Leases, lease_folder
 from conformance.engine.order import most_telling
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.run import run_case
 from conformance.engine.wire import die_with_parent
 from conformance.identity import selects
 from conformance.journal import WorkerLog

@@ -13,7 +13,8 @@ import pytest
 from conformance.bench import bench_of
 from conformance.collect import cases_at
 from conformance.engine.attempt import Bench
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.effort import EFFORTS, Config
+from conformance.engine.run import run_case
 from conformance.results import Record
 
 MOMENTUM = "tilekernels.engram.engram_sinkhorn_momentum_update/{}:grad=bf16,momentum=bf16,nesterov=yes"

@@ -17,8 +17,9 @@ from conformance.budget import Budget, minutes
 from conformance.collect import UsageError, all_cases, cases_at, find_case
 from conformance.engine import bringup
 from conformance.engine.attempt import Bench
+from conformance.engine.effort import EFFORTS, Config
 from conformance.engine.order import most_telling
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.run import run_case
 from conformance.model import Case
 from conformance.protocol import Description, supported
 
@@ -139,6 +140,18 @@ def test_a_case_that_would_take_too_long_gives_way(monkeypatch: pytest.MonkeyPat
     assert Budget(None).fits(slow)
 
 
+def test_what_does_not_fit_is_told_so_while_there_is_time_left(tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.write_bytes(struct.pack("=d", 0.0))
+    got = runs.run(tmp_path / "run", "--level=bringup", "--backend-option=slow_s=13", "-n", "1", "--time-budget=4min",
+                   "--case=deepselect.topk/*", backend=TILED, CONFORMANCE_FAKE_CLOCK=str(clock))
+    assert got.code == 0, got.text
+    assert struct.unpack("=d", clock.read_bytes())[0] < 238, "no case fits any more, long before the deadline"
+    left = [r for r in got.run.records.values() if r.status == "not_run"]
+    assert left
+    assert {r.message.partition(";")[0] for r in left} == {"left out: the time budget of 4min was used up"}
+
+
 def test_a_run_ends_in_time_and_goes_on_later(tmp_path: Path) -> None:
     clock = tmp_path / "clock"
     clock.write_bytes(struct.pack("=d", 0.0))
@@ -154,7 +167,7 @@ def test_a_run_ends_in_time_and_goes_on_later(tmp_path: Path) -> None:
     assert len(left) > 20
     assert {r.op for r in ran} == {"deepgemm.bf16_gemm_nt", "deepselect.topk"}
     assert {r.check for r in ran} >= {"values", "memory"}
-    assert all("time budget of 3min" in r.message for r in left)
+    assert {r.message.partition(";")[0] for r in left} == {"left out: the time budget of 3min was used up"}
     assert f"{len(ran)} of {len(ran) + len(left)} cases run" in got.text
     telling = [c.id for c in CASES if c.most][: len(ran) // 2]
     assert {r.id for r in ran} >= set(telling), "what tells most was left out"

@@ -16,7 +16,8 @@ from conformance.bench import bench_of
 from conformance.collect import all_cases, find_case
 from conformance.engine.attempt import Bench
 from conformance.engine.compiled import problem_of, refusal
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.effort import EFFORTS, Config
+from conformance.engine.run import run_case
 from conformance.engine.static_build import digest
 from conformance.engine.variants import all_variants, in_core, programs
 from conformance.results import Record

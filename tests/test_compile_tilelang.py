@@ -13,7 +13,8 @@ from adapters.compiler.lower import LoweredToNothing, leaves_a_trace, used
 from conformance import backends
 from conformance.bench import bench_of
 from conformance.collect import find_case
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.effort import EFFORTS, Config
+from conformance.engine.run import run_case
 from conformance.results import Record
 
 CAST = "tilelang.cast/compile:out=int8,dtype=fp32"

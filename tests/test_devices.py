@@ -26,9 +26,10 @@ from conformance.devices import Slots, chosen, device_lines
 from conformance.engine import oom
 from conformance.engine.attempt import Bench
 from conformance.engine.devices import Board
+from conformance.engine.effort import EFFORTS, Config
 from conformance.engine.executor import Executor
 from conformance.engine.leases import FOLDER_VARIABLE, Leases
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.run import run_case
 from conformance.results import Record
 
 MANY = "many_devices_backend:Many"

@@ -16,7 +16,8 @@ from conformance.bench import bench_of
 from conformance.collect import cases_at
 from conformance.diagnosis import Diagnoser
 from conformance.engine.attempt import Bench
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.effort import EFFORTS, Config
+from conformance.engine.run import run_case
 from conformance.results import Record
 
 ROOT = Path(__file__).parent.parent

@@ -21,9 +21,9 @@ from runs import HOSTILE, Ended, run
 
 from conformance.collect import cases_at
 from conformance.engine import draw
+from conformance.engine.effort import EFFORTS
 from conformance.engine.limits import problem_limit
 from conformance.engine.relations import drawn_case
-from conformance.engine.run import EFFORTS
 from conformance.model import Case, Problem
 from conformance.protocol import Support
 

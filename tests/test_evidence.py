@@ -11,7 +11,8 @@ import pytest
 
 from conformance.bench import bench_of
 from conformance.collect import find_case
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.effort import EFFORTS, Config
+from conformance.engine.run import run_case
 from references.formats import codec
 
 CASE = "deepgemm.bf16_gemm_nt/values:out=fp32,c=none,a_major=k,b_major=k"

@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT))
 from conformance.bench import bench_of  # noqa: E402
 from conformance.collect import cases_at  # noqa: E402
 from conformance.engine.attempt import Bench  # noqa: E402
-from conformance.engine.run import EFFORTS, Config, run_case  # noqa: E402
+from conformance.engine.effort import EFFORTS, Config  # noqa: E402
+from conformance.engine.run import run_case  # noqa: E402
 from conformance.results import Record  # noqa: E402
 
 SOON_S = 10.0

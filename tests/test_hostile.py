@@ -18,7 +18,8 @@ from runs import HOSTILE, MARK, ROOT, gone_within, run
 from conformance.bench import bench_of
 from conformance.collect import cases_at
 from conformance.engine.attempt import Bench
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.effort import EFFORTS, Config
+from conformance.engine.run import run_case
 from conformance.model import Case
 from conformance.results import Record
 

@@ -14,8 +14,9 @@ from conformance.collect import cases_at
 from conformance.engine import judge
 from conformance.engine.attempt import Attempts, Bench
 from conformance.engine.checks import CHECKS
+from conformance.engine.effort import EFFORTS, Config
 from conformance.engine.inject import FAULTS
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.run import run_case
 from conformance.results import Record
 
 CALLEE = "deepselect.topk/values:dtype=fp32,index=int32,order=any,values=yes,end=no,offset=no,output_idx=callee"

@@ -12,7 +12,8 @@ import pytest
 from conformance.bench import bench_of
 from conformance.collect import ops
 from conformance.engine.draw import values_of
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.effort import EFFORTS, Config
+from conformance.engine.run import run_case
 from conformance.engine.variants import matching
 from conformance.model import Case, Problem
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conformance.collect import UsageError, ops
-from conformance.engine.run import EFFORTS
+from conformance.engine.effort import EFFORTS
 from conformance.model import Case
 from conformance.rehearse import Rehearsal, class_of, covering, open_rehearsal, wrong_calls
 from tests.mistaken_backend import CALLS, OWN

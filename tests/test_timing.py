@@ -12,8 +12,9 @@ import pytest
 from conformance.bench import bench_of
 from conformance.collect import timing_cases
 from conformance.engine.attempt import Bench
+from conformance.engine.effort import EFFORTS, Config
 from conformance.engine.grade import Rates
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.run import run_case
 from conformance.engine.timing import Plan
 from conformance.protocol import supported
 from conformance.results import Record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +13,14 @@ import pytest
 from conformance.bench import bench_of
 from conformance.cli import _from_here, main
 from conformance.collect import cases_at, find_case, ops
+from conformance.engine.effort import EFFORTS, Config
 from conformance.engine.executor import Death, Outcome
 from conformance.engine.judge import Seen, rejected_share
 from conformance.engine.misuse import _refusal
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.run import run_case
 from conformance.engine.variants import matching
 from conformance.model import Case, Misuse, Relation, Variant
-from references.expected import Expected, Within
+from references.expected import Expected, Judgement, Within
 
 HERE = Path(__file__).parent
 TOPK = next(op for op in ops(("deepselect",)) if op.name == "deepselect.topk")
@@ -120,3 +121,43 @@ def test_a_fault_that_only_an_explicit_problem_shows_comes_again(tmp_path: Path)
 ])
 def test_paths_are_those_of_the_user(arg: str, path: str) -> None:
     assert _from_here(arg, Path("/x")) == path
+
+
+@dataclass(frozen=True)
+class Doubted(Expected):
+    """What it holds, and a complaint as statistics have them."""
+
+    held: Expected
+    doubted: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.held.shape
+
+    def judge(self, codes: np.ndarray, fmt: str) -> Judgement:
+        judged = self.held.judge(codes, fmt)
+        return replace(judged, note="errors are too even", by_chance=True) if self.doubted else judged
+
+
+@pytest.mark.parametrize(("of_the_others", "status"), [(0, "pass"), (1, "pass"), (2, "fail"), (3, "fail")])
+def test_what_only_statistics_reject_counts_when_two_of_three_other_data_show_it(
+        of_the_others: int, status: str, tmp_path: Path) -> None:
+    seeds: list[int] = []
+
+    def oracle(problem, inputs, profile):
+        if problem.seed not in seeds:
+            seeds.append(problem.seed)
+        doubted = seeds.index(problem.seed) <= of_the_others
+        return {name: Doubted(want, doubted) for name, want in GEMM.oracle(problem, inputs, profile).items()}
+
+    op = replace(GEMM, oracle=oracle)
+    case = Case(op, matching(GEMM, {"c": "none"}), "values")
+    with bench_of("cpu", {}) as bench:
+        record = run_case(case, Config(bench, FEW, 0, tmp_path, "cpu", confirm=False))
+    assert record.status == status
+    if status == "pass":
+        assert f"taken for chance, as {of_the_others} of 3 other data show it" in record.message
+        assert "errors are too even" in record.message
+        assert f"seed {seeds[0]}" in record.message
+    else:
+        assert record.message.splitlines()[0].endswith("errors are too even")

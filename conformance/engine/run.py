@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 from conformance.engine import comparability, draw, kept_outputs, misuse, relations, tiles
-from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
+from conformance.engine.attempt import Attempt, Attempts, Clock
 from conformance.engine.care import Losses
 from conformance.engine.checks import CHECKS, Check, counted
 from conformance.engine.clock import monotonic
 from conformance.engine.compiled import refusal, run_compile
 from conformance.engine.devices import DeviceGone, TooFewDevices
-from conformance.engine.diagnose import Diagnosis, Further, further
+from conformance.engine.diagnose import Further, further
+from conformance.engine.effort import Config
 from conformance.engine.evidence import Evidence, evidence_of
 from conformance.engine.executor import BackendBroken
 from conformance.engine.judge import Finding, rejected_share
@@ -41,71 +40,6 @@ MAX_UNSUPPORTED = 256
 
 REPEATS_OF_CHANCE, ENOUGH_OF_CHANCE = 3, 2
 """other data that what only statistics reject is tried with, and how many of them have to show it too"""
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much a level asks for."""
-
-    level: str
-    examples: int
-    """problems a case of check `values`"""
-    max_work: float
-    shrink_s: float
-    beside: int = 0
-    """problems a case of the other checks; 0: as many"""
-    drawn: bool = True
-    """whether drawn problems run too, or the explicit ones alone"""
-    call_s: float = 20.0
-    """how long a call may take where no option says otherwise"""
-
-    def examples_of(self, check: str) -> int:
-        return self.examples if check == "values" or not self.beside else min(self.examples, self.beside)
-
-    @property
-    def redrawn(self) -> bool:
-        """Whether it tries another number of problems than its level does."""
-        usual = EFFORTS[self.level]
-        return (self.examples, self.beside) != (usual.examples, usual.beside)
-
-    def with_examples(self, n: int | None) -> Effort:
-        """The same with that many problems a case of any check."""
-        return self if n is None else replace(self, examples=n, beside=0)
-
-
-EFFORTS = {
-    e.level: e
-    for e in (
-        Effort("bringup", 4, 2.0**22, 30.0, drawn=False, call_s=300.0),
-        Effort("core", 8, 1.6 * 2.0**20, 10.0, beside=4), Effort("full", 25, 2.0**24, 60.0),
-        Effort("extended", 100, 2.0**30, 300.0),
-    )
-}
-
-
-@dataclass
-class Config:
-    """What a worker needs for every case."""
-
-    bench: Bench
-    effort: Effort
-    seed: int
-    run_dir: Path
-    backend: str
-    options: dict[str, str] = field(default_factory=dict)
-    log_problem: Callable[[dict[str, Any]], None] = lambda row: None
-    fixed: dict[str, list[Problem]] | None = None
-    """problems of a former run, by case id, instead of drawn ones"""
-    confirm: bool = True
-    """repeat a failure alone, make it small and keep it; without, its first finding is told"""
-    keep_outputs: bool = False
-    """write what came back of every problem of check `values`, for another run to compare with"""
-    reference_run: Path | None = None
-    """a run directory with such outputs"""
-    diagnose: Callable[..., Diagnosis | None] | None = None
-    """`conformance.diagnosis.Diagnoser`, or None: failures are not diagnosed"""
-    watch: Callable[[Attempt], None] | None = None
-    """sees every problem that ran; the case goes on after a failure and its record is no verdict"""
 
 
 def run_case(case: Case, config: Config) -> Record:
@@ -160,8 +94,8 @@ class _CaseRun:
         self.related = relations.relation_of(case) is not None
         self.compared = False
         """whether a relation had anything to compare yet"""
-        self.unkept = ""
-        """why outputs of this case are not kept"""
+        self.asides: dict[str, str] = {}
+        """what a reader should know and no verdict hangs on, by kind"""
         self.across: list[Problem] = []
         """problems that cross the backend's own tiles, beside those that all backends share"""
         self.unwatched = False
@@ -241,8 +175,7 @@ class _CaseRun:
             record.message = outside or "no drawn problem is small enough for this level"
         elif record.status == "error" and not record.message:
             self.passed()
-        if self.unkept:
-            record.message = "\n".join(filter(None, (record.message, self.unkept)))
+        record.message = "\n".join(filter(None, (record.message, *self.asides.values())))
 
     def compile_only(self, apart: str) -> None:
         """The check `compile`, or why a check does not apply to this platform."""
@@ -335,7 +268,7 @@ class _CaseRun:
             if self.config.keep_outputs:
                 kept_outputs.store(self.config.run_dir, self.case.id, attempt)
         except OSError as e:
-            self.unkept = f"outputs could not be kept: {e.strerror or e}"
+            self.asides["kept"] = f"outputs could not be kept: {e.strerror or e}"
 
     def passed(self) -> None:
         record = self.record
@@ -424,7 +357,11 @@ class _CaseRun:
         again = [self.attempt(replace(attempt.problem, seed=s)) for s in seeds]
         failed = [a for a in again if self.worst(a) is not None]
         certain = [a for a in failed if not self.worst(a).by_chance]
-        return (certain or failed)[0] if certain or len(failed) >= ENOUGH_OF_CHANCE else None
+        if certain or len(failed) >= ENOUGH_OF_CHANCE:
+            return (certain or failed)[0]
+        self.asides["chance"] = (f"taken for chance, as {len(failed)} of {REPEATS_OF_CHANCE} other data show it: "
+                                 f"{worst.message.partition(chr(10))[0]} (seed {attempt.problem.seed})")
+        return None
 
     def worst(self, attempt: Attempt) -> Finding | None:
         found = replace(attempt, findings=counted(self.check, attempt.findings)).worst

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conformance.catalogue.load import MODULES
 from conformance.collect import check_names
-from conformance.engine.run import EFFORTS
+from conformance.engine.effort import EFFORTS
 from conformance.engine.wire import die_with_parent
 from conformance.options import split
 from conformance.results import EXIT_NONCONFORMING

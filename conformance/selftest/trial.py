@@ -22,7 +22,8 @@ from conformance import waivers
 from conformance.bench import bench_of
 from conformance.collect import cases_at
 from conformance.engine.attempt import Attempt, Bench
-from conformance.engine.run import EFFORTS, Config, run_case
+from conformance.engine.effort import EFFORTS, Config
+from conformance.engine.run import run_case
 from conformance.model import Case
 from conformance.results import Record
 from conformance.selftest.library import ANY, Row
