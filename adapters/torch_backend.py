@@ -45,6 +45,7 @@ class TorchBackend(TorchTiming, Backend):
     def devices(cls, options: Mapping[str, str]) -> tuple[str, ...]:
         if cls.device_type == "cpu":
             return ("0",)
+        torch = importlib.import_module("torch")
         return tuple(map(str, range(getattr(torch, cls.device_type).device_count())))
 
     def __init__(self, *, device: str, options: Mapping[str, str], group: Group | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -23,10 +24,12 @@ class Variant:
     A key wins over a method of the same name (`values`), so use `dict(variant)` to walk it.
     """
 
-    __slots__ = ("_keys",)
+    __slots__ = ("_hash", "_keys")
 
     def __init__(self, keys: Any) -> None:
-        object.__setattr__(self, "_keys", dict(keys))
+        own = dict(object.__getattribute__(keys, "_keys") if isinstance(keys, Variant) else keys)
+        object.__setattr__(self, "_keys", own)
+        object.__setattr__(self, "_hash", hash(frozenset(own.items())))
 
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "_keys")
@@ -55,10 +58,12 @@ class Variant:
         return len(object.__getattribute__(self, "_keys"))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Variant) and dict(self) == dict(other)
+        if not isinstance(other, Variant):
+            return NotImplemented
+        return object.__getattribute__(self, "_keys") == object.__getattribute__(other, "_keys")
 
     def __hash__(self) -> int:
-        return hash(tuple(dict(self).items()))
+        return object.__getattribute__(self, "_hash")
 
     def __repr__(self) -> str:
         return f"Variant({dict(self)})"
@@ -407,7 +412,7 @@ class Case:
     most: int = 0
     """problems that are tried; 0: as many as the level says"""
 
-    @property
+    @cached_property
     def id(self) -> str:
         keys = ",".join(f"{k}={v}" for k, v in dict(self.variant).items())
         return f"{self.op.name}/{self.check}" + (f":{keys}" if keys else "")

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 from adapters.cpu.kernels.knobs import Knobs
 from adapters.cpu.support import OPS, PROFILE, REQUIREMENTS
 from adapters.torch_backend import TorchBackend
@@ -36,10 +34,13 @@ class CpuBackend(TorchBackend):
     @classmethod
     def describe(cls, options: Mapping[str, str]) -> Description:
         Knobs.parse(options.get("knobs", ""))
+        if _version("torch") == "none":
+            msg = "torch is not installed; pip install -c constraints.txt -e '.[cpu]' brings it"
+            raise ModuleNotFoundError(msg)
         return Description(
             name="cpu", ops=OPS, requirements=REQUIREMENTS, profile=PROFILE, ranks=(1, 2, 4), fork_after_import=True,
             host=True,
-            versions={"torch": torch.__version__},
+            versions={"torch": _version("torch")},
             peaks={"sizes": "small", "source": "measured in the run: no published figure is about this host"},
         )
 
@@ -67,7 +68,8 @@ class CpuBackend(TorchBackend):
                 found[module] = ""
             except Exception as e:
                 found[module] = f"{type(e).__name__}: {e}"
-        return Report({"torch": torch.__version__}, (f"cpu, {torch.get_num_threads()} thread",), found)
+        versions, threads = {"torch": self.torch.__version__}, self.torch.get_num_threads()
+        return Report(versions, (f"cpu, {threads} thread",), found)
 
 
 def compile_cache() -> str:

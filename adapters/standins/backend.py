@@ -50,7 +50,7 @@ class Rehearsed(AcceleratorBackend):
 
     @classmethod
     def preload(cls, module: str) -> None:
-        importlib.import_module("torch")
+        importlib.import_module("torch._dynamo")  # torch itself does at the first call that is looked at: over a second
         for package in PACKAGES:
             importlib.import_module(f"adapters.standins.{package}")
         importlib.import_module(cls.adapters[module])

@@ -37,19 +37,19 @@ def core_variants(op: Op, check: str) -> frozenset[Variant]:
 
 def _covering(variants: Sequence[Variant], strength: int) -> list[Variant]:
     """Greedily chosen, always the same: each combination of so many key values that occurs among these, occurs."""
-    shown = {v: _combinations(v, strength) for v in variants}
-    still = {c for v in variants for c in shown[v]}
-    chosen: list[Variant] = []
+    number: dict[Any, int] = {}
+    shown = [sum(1 << number.setdefault(c, len(number)) for c in _combinations(v, strength)) for v in variants]
+    still, chosen = (1 << len(number)) - 1, []
     while still:
-        best = max(variants, key=lambda v: len(still & shown[v]))
-        chosen.append(best)
-        still -= shown[best]
+        best = max(range(len(variants)), key=lambda i: (still & shown[i]).bit_count())
+        chosen.append(variants[best])
+        still &= ~shown[best]
     return chosen
 
 
-def _combinations(v: Variant, strength: int) -> set[Any]:
+def _combinations(v: Variant, strength: int) -> Iterator[Any]:
     items = tuple(dict(v).items())
-    return set(combinations(items, min(strength, len(items))))
+    return combinations(items, min(strength, len(items)))
 
 
 @cache
