@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from conformance.engine.executor import Death, Outcome
-from conformance.engine.judge import ended_badly
+from conformance.engine.observe import ended_badly
 
 DAMAGE = """\
 break adjusted to free malloc space

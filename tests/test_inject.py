@@ -11,7 +11,7 @@ import pytest
 
 from conformance.bench import bench_of
 from conformance.collect import cases_at
-from conformance.engine import judge
+from conformance.engine import judge, observe
 from conformance.engine.attempt import Attempts, Bench
 from conformance.engine.checks import CHECKS
 from conformance.engine.effort import EFFORTS, Config
@@ -66,11 +66,11 @@ def _without_decoy(patch: pytest.MonkeyPatch) -> None:
 
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "buffers are not looked at: an input": (
-        lambda p: p.setattr(judge, "_check_buffers", _nothing), "mutate_input", MEMORY),
+        lambda p: p.setattr(observe, "_check_buffers", _nothing), "mutate_input", MEMORY),
     "buffers are not looked at: a guard band": (
-        lambda p: p.setattr(judge, "_check_buffers", _nothing), "write_behind", CALLER),
+        lambda p: p.setattr(observe, "_check_buffers", _nothing), "write_behind", CALLER),
     "only bytes of elements are compared": (
-        lambda p: p.setattr(judge, "_outside", lambda *a: None), "write_before", CALLER),
+        lambda p: p.setattr(observe, "_outside", lambda *a: None), "write_before", CALLER),
     "no element is judged": (lambda p: p.setattr(judge, "_note", _nothing), "one_element", CALLER),
 }
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conformance.catalogue.load import MODULES
+from conformance.collect import UsageError
 from conformance.engine.attempt import Attempt
 from conformance.engine.judge import Seen
 from conformance.model import Problem, Variant
 from conformance.selftest import report
 from conformance.selftest.command import main
+from conformance.selftest.journal import FILE, Journal
 from conformance.selftest.library import Row, injected, library, tabled
 from conformance.selftest.rules import OURS, Rules
 from conformance.selftest.trial import Caught, try_row
@@ -115,6 +118,45 @@ def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.Capture
     assert "any:zeros" in (tmp_path / "selftest.md").read_text()
     (row,) = json.loads((tmp_path / "selftest.json").read_text())
     assert row["outcome"] == "killed"
+
+
+def test_a_killed_selftest_goes_on_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"level": "core", "compare": True}
+    rows = [FAULT, VARIANT, replace(FAULT, doc="another sentence")]
+    first = Journal(tmp_path, about, resume=False)
+    kept = caught("a", "killed")
+    kept = replace(kept, row=FAULT, seed=3, margin=2.5)
+    kept.rules.look(attempt([1.0, 3.0], [1.0, 2.0], "normal"))
+    first.note(kept)
+    with (tmp_path / FILE).open("a") as f:
+        f.write('{"key": "cut o')
+    again = Journal(tmp_path, about, resume=True)
+    assert again.done([(row, 3) for row in rows]) == {0: kept, 2: replace(kept, row=rows[2])}
+    assert again.done([(FAULT, 4), (replace(FAULT, options=()), 3)]) == {}
+    again.note(replace(kept, row=VARIANT, outcome="right", margin=None))
+    done = Journal(tmp_path, about, resume=True).done([(row, 3) for row in rows])
+    assert {i: c.outcome for i, c in done.items()} == {0: "killed", 1: "right", 2: "killed"}
+
+
+@pytest.mark.parametrize(("about", "resume", "told"), [
+    ({"level": "core"}, False, "--resume goes on"),
+    ({"level": "full"}, True, "began with level 'core'"),
+])
+def test_another_selftest_is_left_as_it_is(about: dict[str, str], resume: bool, told: str, tmp_path: Path) -> None:
+    Journal(tmp_path, {"level": "core"}, resume=False)
+    before = (tmp_path / FILE).read_bytes()
+    with pytest.raises(UsageError, match=told):
+        Journal(tmp_path, about, resume=resume)
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_a_file_that_is_no_selftest_is_refused_and_left(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("notes of mine")
+    with pytest.raises(UsageError, match="is no selftest's"):
+        Journal(tmp_path, {}, resume=True)
+    assert (tmp_path / FILE).read_text() == "notes of mine"
+    with pytest.raises(UsageError, match="name it with --out"):
+        Journal(None, {}, resume=True)
 
 
 def test_a_malformed_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

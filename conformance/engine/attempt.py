@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.engine import judge
+from conformance.engine import judge, observe
 from conformance.engine.care import DeviceCare, beyond_memory, short_of_memory
 from conformance.engine.clock import monotonic
 from conformance.engine.devices import DevicePool
@@ -231,7 +231,7 @@ class Attempts:
             self.clock["run"] -= compile_s
             self.clock["device"] += outcome.run_s * self.op.ranks
             out.run_s += outcome.run_s
-            bad = judge.ended_badly(outcome)
+            bad = observe.ended_badly(outcome)
             if bad:
                 self._note_death(executor, bad, len(out.examples) - i - 1)
                 bad.example = i
@@ -280,7 +280,7 @@ class Attempts:
         return True
 
     def _judge(self, example: Example, outcome: Any, expected: Mapping[Any, Expected], out: Attempt) -> Seen:
-        seen = judge.observe(example, outcome)
+        seen = observe.observe(example, outcome)
         structural = any(f.reason in judge.STRUCTURE_REASONS for f in seen.findings)
         if not structural:
             try:

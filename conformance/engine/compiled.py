@@ -17,8 +17,9 @@ from conformance.engine.draw import digest as digest_of
 from conformance.engine.draw import values_of
 from conformance.engine.example import build
 from conformance.engine.executor import Outcome
-from conformance.engine.judge import Finding, ended_badly
+from conformance.engine.judge import Finding
 from conformance.engine.layout import RankPlan
+from conformance.engine.observe import ended_badly
 from conformance.engine.variants import matching
 from conformance.identity import seed_of
 from conformance.model import COMPILER, Case, Problem

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.engine import judge, kinds
+from conformance.engine import judge, kinds, observe
 from conformance.engine.attempt import Attempts, Bench, Clock
 from conformance.engine.clock import monotonic
 from conformance.engine.draw import work
@@ -198,11 +198,11 @@ class Rig:
         for example in again:
             outcome = executor.collect(CALL_LIMIT_S, self.bench.compile_timeout_s)
             self.compile_s += max((a.get("compile_s", 0.0) for a in outcome.answers if a), default=0.0)
-            if judge.ended_badly(outcome):
+            if observe.ended_badly(outcome):
                 # Answers that are still due would be taken for those of the next setting.
                 self.close()
                 return None
-            seen = judge.observe(example, outcome)
+            seen = observe.observe(example, outcome)
             found = None if any(f.reason in judge.STRUCTURE_REASONS for f in seen.findings) else seen.outputs
         return found
 

@@ -10,7 +10,8 @@ from conformance.engine.attempt import Attempt, Attempts
 from conformance.engine.draw import values_of
 from conformance.engine.example import Example
 from conformance.engine.executor import Outcome
-from conformance.engine.judge import Finding, compare, ended_badly, observe
+from conformance.engine.judge import Finding, compare
+from conformance.engine.observe import ended_badly, observe
 from conformance.engine.variants import every_matching
 from conformance.identity import seed_of
 from conformance.model import Case, Misuse, Op, Problem

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from conformance.catalogue.peaks import chips
-from conformance.engine import judge
+from conformance.engine import judge, observe
 from conformance.engine.attempt import Attempts, Bench, Clock
 from conformance.engine.example import Example, place, start_cursors
 from conformance.engine.executor import Executor, Outcome
@@ -199,7 +199,7 @@ class TimingRun:
         limit_s = bench.case_timeout_s * (self.plan.warm_rounds + self.plan.samples + 16)
         with self.clock.timed("run"):
             outcome = executor.collect(limit_s, bench.compile_timeout_s)
-        bad = judge.ended_badly(outcome)
+        bad = observe.ended_badly(outcome)
         if bad is not None:
             self.attempts.suspect = True
             return bad
@@ -294,7 +294,7 @@ class TimingRun:
         profile = self.bench.profile
         try:
             with self.clock.timed("compare"), np.errstate(all="ignore"):
-                seen = judge.observe(example, outcome)
+                seen = observe.observe(example, outcome)
                 if seen.late:
                     seen.fail("late_write", "the result still changed after the clock had stopped", "execute")
             if not seen.findings:

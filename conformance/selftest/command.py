@@ -15,6 +15,7 @@ from conformance.engine.effort import EFFORTS
 from conformance.engine.wire import die_with_parent
 from conformance.options import split
 from conformance.results import EXIT_NONCONFORMING
+from conformance.selftest.journal import Journal
 from conformance.selftest.library import Row, library
 from conformance.selftest.report import text, write, wrong_ones
 from conformance.selftest.trial import Caught, try_row
@@ -34,7 +35,9 @@ def main(argv: list[str]) -> int:
     p.add_argument("--seeds", type=int, default=1, help="how many")
     p.add_argument("-n", "--processes", type=int, default=2)
     p.add_argument("--compare", action="store_true", help="also what other rules say of the same problems")
-    p.add_argument("--out", type=Path, default=None, metavar="DIR", help="write selftest.md and selftest.json there")
+    p.add_argument("--out", type=Path, default=None, metavar="DIR",
+                   help="write each row there as it ends, then selftest.md and selftest.json")
+    p.add_argument("--resume", action="store_true", help="go on with what stands in --out")
     args = p.parse_args(argv)
     modules, parts = split(args.module) or list(MODULES), split(args.parts)
     check_names("module", modules, MODULES)
@@ -42,28 +45,32 @@ def main(argv: list[str]) -> int:
     rows = library(modules, only=args.fault, parts=parts)
     seeds = range(args.seed, args.seed + args.seeds)
     print(f"{len(rows)} rows, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {args.processes} processes", flush=True)
-    results = run_rows(rows, seeds, args.processes, args.level, args.compare)
+    journal = Journal(args.out, {"level": args.level, "compare": args.compare}, resume=args.resume)
+    results = run_rows(rows, seeds, args.processes, args.level, args.compare, journal)
     print(text(results))
     if args.out is not None:
         print(f"wrote {write(results, args.out, 'conformance selftest ' + ' '.join(argv))}")
     return EXIT_NONCONFORMING if any(not r.good for r in results) else 0
 
 
-def run_rows(rows: Sequence[Row], seeds: Sequence[int], processes: int, level: str, compare: bool) -> list[Caught]:
+def run_rows(rows: Sequence[Row], seeds: Sequence[int], processes: int, level: str, compare: bool,
+             journal: Journal) -> list[Caught]:
     """Try every row with every seed, side by side, telling at once of each that is not as it must be."""
     context = multiprocessing.get_context("spawn")
     tasks = [(row, seed, i) for seed in seeds for i, row in enumerate(rows)]
+    done = journal.done([(row, seed) for row, seed, _ in tasks])
     started = told = time.monotonic()
-    done: dict[int, Caught] = {}
+    before = len(done)
     with ProcessPoolExecutor(processes, mp_context=context, initializer=die_with_parent) as pool:
         futures = {pool.submit(try_row, row, level, seed, turn + seed, compare and seed == seeds[0]): n
-                   for n, (row, seed, turn) in enumerate(tasks)}
+                   for n, (row, seed, turn) in enumerate(tasks) if n not in done}
         for f in as_completed(futures):
             caught = done[futures[f]] = f.result()
+            journal.note(caught)
             for line in wrong_ones([caught]):
                 print(line, flush=True)
             if time.monotonic() - told > TELL_EVERY_S:
                 told = time.monotonic()
-                left = (told - started) / len(done) * (len(tasks) - len(done))
+                left = (told - started) / (len(done) - before) * (len(tasks) - len(done))
                 print(f"{len(done)}/{len(tasks)} rows, {left / 60:.0f} min left", flush=True)
     return [done[n] for n in sorted(done)]

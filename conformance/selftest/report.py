@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from conformance.selftest.library import Row
+from conformance.selftest.journal import to_json
 from conformance.selftest.rules import COLUMNS, OURS
 from conformance.selftest.trial import Caught
 
@@ -121,13 +121,5 @@ def write(results: Sequence[Caught], folder: Path, command: str) -> Path:
               _plain(by_row(results)), ""]
     path = folder / "selftest.md"
     path.write_text("\n".join(lines), encoding="utf-8")
-    (folder / "selftest.json").write_text(json.dumps([_plain_record(r) for r in results], indent=1) + "\n")
+    (folder / "selftest.json").write_text(json.dumps([to_json(r) for r in results], indent=1) + "\n")
     return path
-
-
-def _plain_record(r: Caught) -> dict[str, Any]:
-    row: Row = r.row
-    return {"group": row.group, "row": row.name, "op": row.op, "check": row.check, "fault": row.fault, "seed": r.seed,
-            "outcome": r.outcome, "seen": r.seen, "case": r.case, "problems": r.problems, "cases": r.cases,
-            "comparisons": r.comparisons, "seconds": round(r.seconds, 3), "message": r.message[:500],
-            "margin": None if r.margin is None or not math.isfinite(r.margin) else r.margin}
