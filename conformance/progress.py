@@ -28,6 +28,7 @@ class Progress:
         self.shown = time.monotonic()
         self.verdicts: Counter[str] = Counter()
         self._over = threading.Event()
+        reporter.flush()  # what a run is and where it writes, before the first case is done
 
     def watch(self) -> None:
         """Say from now on what workers wait for: while all of them do, nothing else would say anything."""
@@ -80,7 +81,7 @@ class Progress:
         self.shown = time.monotonic()
         text = self.line()
         if not self.live:
-            self.reporter.write_line(text)
+            self.say(text)
             return
         width = self.reporter._tw.fullwidth - 1
         on = " | ".join(text[:60] for text in self.now())
