@@ -6,9 +6,7 @@ and the page forbids any others, so that a message from a run stays text.
 
 from __future__ import annotations
 
-import base64
 import datetime
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +16,7 @@ from conformance.identity import slug
 from conformance.results import Record
 from reports.artifacts import Copier
 from reports.fold import WORDS, Cell, Matrix, State, module_headline, run_headline, state_of, tally, worst
+from reports.frame import page
 from reports.load import LoadedRun
 from reports.markup import Html, breakable, tag
 from reports.record_view import case_entry
@@ -25,7 +24,6 @@ from reports.speed import PAGE, write_speed
 
 LONGEST_NAME = 120
 """characters of an op's name that a file may be called by"""
-_STATIC = Path(__file__).parent / "static"
 _SHAPES = {
     State.CONFORMING: '<path d="M3 8.5l3.4 3.5L13 4.5"/>',
     State.PARTIAL: '<path d="M8 2a6 6 0 1 1 0 12a6 6 0 1 1 0-12z"/><path class="solid" d="M8 2a6 6 0 0 1 0 12z"/>',
@@ -64,31 +62,9 @@ def write_pages(matrix: Matrix, folder: Path, copier: Copier) -> Path:
     for op, cells in matrix.cells.items():
         (folder / "op" / f"{page_name(op)}.html").write_text(_op_page(matrix.runs, op, cells, copier), encoding="utf-8")
     index = folder / "index.html"
-    has_times = write_speed(matrix.runs, folder, _page)
+    has_times = write_speed(matrix.runs, folder)
     index.write_text(_index(matrix, has_times), encoding="utf-8")
     return index
-
-
-def _page(title: str, *body: object) -> str:
-    style, script = ((_STATIC / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
-    policy = f"default-src 'none'; img-src 'self' file:; style-src {_hash(style)}; script-src {_hash(script)}"
-    return "<!doctype html>\n" + tag(
-        "html",
-        tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", http_equiv="Content-Security-Policy", content=policy),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("title", title),
-            tag("style", Html(style)),
-        ),
-        tag("body", tag("main", *body), tag("script", Html(script))),
-        lang="en",
-    )
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _index(matrix: Matrix, has_times: bool = False) -> str:
@@ -96,7 +72,7 @@ def _index(matrix: Matrix, has_times: bool = False) -> str:
     modules = matrix.modules
     where = f"{len(matrix.cells)} ops in {len(modules)} modules on {len(matrix.runs)} run{'s' * (len(matrix.runs) > 1)}"
     count = Counter(c.state for c in cells)
-    return _page(
+    return page(
         "Compatibility matrix",
         tag("h1", "Compatibility matrix"),
         tag("p", f"{where}: {tally(count, _BEST_FIRST)}.", class_="lead"),
@@ -273,7 +249,7 @@ def _op_page(runs: Sequence[LoadedRun], op: str, cells: Sequence[Cell], copier: 
         for n, case in enumerate(ranked)
     ]
     count = Counter(states.values())
-    return _page(
+    return page(
         op,
         tag("p", tag("a", "← matrix", href="../index.html"), class_="crumb"),
         tag("h1", breakable(op)),

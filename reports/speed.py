@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from conformance.catalogue.peaks import Claim, chips, claims
+from reports.frame import page, table
 from reports.load import LoadedRun
 from reports.markup import Html, tag
 from reports.roofline import roofline, share_bar
@@ -26,11 +27,11 @@ def speed_body(runs: Sequence[LoadedRun]) -> list[Html]:
             out += [tag("h2", run.label), tag("p", _about(cases), class_="lead")]
             plot = roofline(cases)
             out += [plot] if plot is not None else []
-            out.append(_table(("op", "workload", "time", "95 % interval", "rate", "as the module counts",
+            out.append(table(("op", "workload", "time", "95 % interval", "rate", "as the module counts",
                                "of the roofline", "", "of what was attained", "of the published peak", "verdict"),
                               [_row(t) for t in cases]))
     out += [tag("h2", "Published speeds"), tag("p", _RULE, class_="lead"),
-            _table(("module", "what", "chip", "published", "share of peak", "here", "verdict", "source"),
+            table(("module", "what", "chip", "published", "share of peak", "here", "verdict", "source"),
                    [row for c in claims() for row in _claim_rows(c, runs, timed)])]
     return out
 
@@ -46,12 +47,6 @@ def _about(cases: Sequence[Timed]) -> str:
     unstable = sum(t.unstable for t in cases)
     return (f"{len(cases)} timed cases by the clock {' and '.join(clocks)}, {unstable} of them unstable. "
             f"Peaks: {'; '.join(sources) or 'unknown'}.")
-
-
-def _table(heads: Sequence[str], rows: Sequence[Html]) -> Html:
-    return tag("div", tag("table", tag("thead", tag("tr", *(tag("th", h, scope="col") for h in heads))),
-                          tag("tbody", *rows), class_="speed"), class_="scroll", tabindex="0", role="region",
-               aria_label="table")
 
 
 def _row(t: Timed) -> Html:
@@ -105,7 +100,7 @@ def _claim_row(claim: Claim, here: str, verdict: str, why: str) -> Html:
                tag("td", f"{verdict}: {why}", class_=f"s-{_MARK[verdict]} word"), tag("td", claim.source))
 
 
-def write_speed(runs: Sequence[LoadedRun], folder: Path, page: Callable[..., str]) -> bool:
+def write_speed(runs: Sequence[LoadedRun], folder: Path) -> bool:
     """Write the page where there is something to say; whether there was."""
     body = speed_body(runs)
     if body:

@@ -116,6 +116,7 @@ def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.Capture
     assert code == 0
     assert "1 rows, 1 seed" in capsys.readouterr().out
     assert "any:zeros" in (tmp_path / "selftest.md").read_text()
+    assert "<td>any:zeros</td>" in (tmp_path / "selftest.html").read_text()
     (row,) = json.loads((tmp_path / "selftest.json").read_text())
     assert row["outcome"] == "killed"
 
@@ -157,6 +158,14 @@ def test_a_file_that_is_no_selftest_is_refused_and_left(tmp_path: Path) -> None:
     assert (tmp_path / FILE).read_text() == "notes of mine"
     with pytest.raises(UsageError, match="name it with --out"):
         Journal(None, {}, resume=True)
+
+
+def test_a_message_stays_text_on_the_page(tmp_path: Path) -> None:
+    wrong = replace(caught("<b>x</b>|y", "survived"), seen="<script>alert(1)</script>")
+    page = report.write([wrong], tmp_path, "conformance selftest").read_text()
+    assert "<script>alert" not in page
+    assert "&lt;b&gt;x&lt;/b&gt;|y" in page
+    assert "\\|y" in (tmp_path / "selftest.md").read_text()
 
 
 def test_a_malformed_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

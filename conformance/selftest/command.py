@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("-n", "--processes", type=int, default=2)
     p.add_argument("--compare", action="store_true", help="also what other rules say of the same problems")
     p.add_argument("--out", type=Path, default=None, metavar="DIR",
-                   help="write each row there as it ends, then selftest.md and selftest.json")
+                   help="write each row there as it ends, then selftest.html, .md and .json")
     p.add_argument("--resume", action="store_true", help="go on with what stands in --out")
     args = p.parse_args(argv)
     modules, parts = split(args.module) or list(MODULES), split(args.parts)

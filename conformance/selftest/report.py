@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from tabulate import tabulate
 from conformance.selftest.journal import to_json
 from conformance.selftest.rules import COLUMNS, OURS
 from conformance.selftest.trial import Caught
+from reports.frame import page, table
+from reports.markup import md, tag
 
 Table = tuple[tuple[str, ...], list[tuple[Any, ...]]]
 KINDS = ("killed", "survived", "wrong reason", "no evidence", "right", "false alarm", "not run")
@@ -101,25 +103,38 @@ def _plain(table: Table) -> str:
     return tabulate(table[1], table[0], tablefmt="github")
 
 
-def write(results: Sequence[Caught], folder: Path, command: str) -> Path:
-    """`selftest.md` with every table, `selftest.json` with every row; returns the path of the former."""
-    folder.mkdir(parents=True, exist_ok=True)
+def sections(results: Sequence[Caught], command: str) -> Iterator[tuple[str, str, Table | None]]:
+    """(heading, text, table) of each part of a page."""
     faults, variants = ({r.row for r in results if r.row.fault is kind} for kind in (True, False))
-    seeds = sorted({r.seed for r in results})
-    lines = ["# The suite tried on itself", "", f"`{command}`", "",
-             f"{len(faults)} faults and {len(variants)} correct variants at {len(seeds)} seed"
-             f"{'s' if len(seeds) > 1 else ''}. A fault is killed when a case ends nonconforming with the reason that "
-             "the library names; a variant is right when every one of its cases passes.", "",
-             _plain(confusion(results))]
+    seeds = len({r.seed for r in results})
+    yield ("The suite tried on itself",
+           f"{command}: {len(faults)} faults and {len(variants)} correct variants at {seeds} "
+           f"seed{'s' if seeds > 1 else ''}. A fault is killed when a case ends nonconforming with the reason that the "
+           "library names; a variant is right when every one of its cases passes.", confusion(results))
     if any(r.rules.seen for r in results):
-        lines += ["", "## Beside other rules", "",
-                  "Faults caught of those that a rule can be applied to, on the same problems; FA: correct variants it "
-                  "rejects. *Ordinary* data are normally distributed, *all* are every family.", "",
-                  _plain(comparison(results))]
+        yield ("Beside other rules",
+               "Faults caught of those that a rule can be applied to, on the same problems; FA: correct variants that "
+               "it rejects. Ordinary data are normally distributed, all are every family.", comparison(results))
     wrong = wrong_ones(results)
-    lines += ["", "## Not as they must be", "", *([f"- {w}" for w in wrong] or ["None."]), "", "## Every row", "",
-              _plain(by_row(results)), ""]
-    path = folder / "selftest.md"
-    path.write_text("\n".join(lines), encoding="utf-8")
+    yield ("Not as they must be", "" if wrong else "None.", (("row",), [(w,) for w in wrong]) if wrong else None)
+    yield "Every row", "", by_row(results)
+
+
+def write(results: Sequence[Caught], folder: Path, command: str) -> Path:
+    """`selftest.md` and `selftest.html` with every table, `selftest.json` with every row; returns the path of the page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = list(sections(results, command))
+    lines, body = [], []
+    for level, (heading, said, told) in enumerate(parts):
+        lines += [f"{'#' if not level else '##'} {heading}", "", md(said), ""]
+        body += [tag("h1" if not level else "h2", heading), tag("p", said, class_="lead") if said else None]
+        if told is not None:
+            head, rows = told
+            lines += [_plain((head, [tuple(md(x) if isinstance(x, str) else x for x in row) for row in rows])), ""]
+            body.append(table(head, [tag("tr", *(tag("td", x) for x in row)) for row in rows]))
+    (folder / "selftest.md").write_text("\n".join(lines), encoding="utf-8")
     (folder / "selftest.json").write_text(json.dumps([to_json(r) for r in results], indent=1) + "\n")
+    path = folder / "selftest.html"
+    path.write_text(page(parts[0][0], *body), encoding="utf-8")
     return path
