@@ -269,7 +269,8 @@ def rehearse(backend: str, arch: str = "", *, modules: Sequence[str] = (), names
         for op in ops(modules):
             if names and op.name not in names:
                 continue
-            if support_of(rehearsal.bench.description, op.name).supported:
+            has_any = any(c.op.name == op.name and c.check in checks for c in cases_at("core", (op.module,)))
+            if has_any and support_of(rehearsal.bench.description, op.name).supported:
                 out.append(rehearsal.of(op, covering(rehearsal.cases_of(op, checks), most)))
                 told(out[-1])
     return out

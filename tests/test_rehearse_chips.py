@@ -35,6 +35,23 @@ def test_the_command_ends_with_0_and_1(capsys):
     assert main(["rehearse", "--backend", "nvdia"]) == 4
 
 
+def test_an_op_without_a_case_of_a_check_is_not_wrong():
+    assert rehearse("ascend", "ascend950", names=["deepselect.get_stride_requirement"], checks=("rejects",)) == []
+
+
+@pytest.mark.parametrize(("misuse", "op"), [("lists_of_64_with_64_heads", "flashmla.flash_mla_sparse_fwd"),
+                                            ("extra_lists_of_100_with_64_heads", "flashmla.flash_mla_with_kvcache")])
+def test_a_misuse_that_one_chip_takes_is_asked_of_the_other_alone(misuse, op):
+    (declared,) = (o for o in ops(("flashmla",)) if o.name == op)
+    asked = {}
+    for backend, arch in (("nvidia", "sm100"), ("ascend", "ascend950")):
+        with open_rehearsal(class_of(backend, arch)) as r:
+            asked[arch] = {c.variant.misuse for c in r.cases_of(declared, ("rejects",))}
+    assert misuse in asked["sm100"]
+    assert asked["sm100"] - asked["ascend950"] >= {misuse}
+    assert len(asked["ascend950"]) > 10
+
+
 @pytest.mark.parametrize(("package", "release"), [("flash_mla", "W24")])
 def test_a_release_that_is_not_described_is_told(package, release):
     """Planar caches under the same version number: the adapter must find out, and must not give wrong numbers."""
