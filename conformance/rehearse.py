@@ -307,6 +307,6 @@ def main(argv: list[str]) -> int:
                        options=backend_options(args.backend_option),
                        told=lambda r: print(f"{'right' if r.right else 'WRONG'}  {r.op}", flush=True))
     if not results:
-        raise UsageError("no op of this selection is there on this chip")
+        raise UsageError("no op of this selection has a case of these checks on this chip")
     print(report(results))
     return EXIT_NONCONFORMING if any(not r.right for r in results) else 0

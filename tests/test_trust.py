@@ -17,8 +17,9 @@ from conformance.engine.effort import EFFORTS, Config
 from conformance.engine.executor import Death, Outcome
 from conformance.engine.judge import Seen, rejected_share
 from conformance.engine.misuse import _refusal
-from conformance.engine.run import run_case
+from conformance.engine.run import REPEATS_OF_CHANCE, run_case
 from conformance.engine.variants import matching
+from conformance.identity import seed_of
 from conformance.model import Case, Misuse, Relation, Variant
 from references.expected import Expected, Judgement, Within
 
@@ -161,3 +162,23 @@ def test_what_only_statistics_reject_counts_when_two_of_three_other_data_show_it
         assert f"seed {seeds[0]}" in record.message
     else:
         assert record.message.splitlines()[0].endswith("errors are too even")
+
+
+def test_each_problem_that_is_taken_for_chance_is_told(tmp_path: Path) -> None:
+    doubted: set[int] = set()
+    again: set[int] = set()
+
+    def oracle(problem, inputs, profile):
+        if problem.seed not in again and len(doubted) < 2:
+            doubted.add(problem.seed)
+            again.update(seed_of(problem.seed, "again", i) for i in range(REPEATS_OF_CHANCE))
+        wants = GEMM.oracle(problem, inputs, profile)
+        return {name: Doubted(want, problem.seed in doubted) for name, want in wants.items()}
+
+    case = Case(replace(GEMM, oracle=oracle), matching(GEMM, {"c": "none"}), "values")
+    with bench_of("cpu", {}) as bench:
+        record = run_case(case, Config(bench, FEW, 0, tmp_path, "cpu", confirm=False))
+    assert record.status == "pass"
+    told = [line for line in record.message.splitlines() if line.startswith("taken for chance, as 0 of 3")]
+    assert len(told) == 2
+    assert all(any(f"(seed {seed})" in line for line in told) for seed in doubted)

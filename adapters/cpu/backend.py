@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import os
 import platform
 import resource
@@ -34,7 +35,7 @@ class CpuBackend(TorchBackend):
     @classmethod
     def describe(cls, options: Mapping[str, str]) -> Description:
         Knobs.parse(options.get("knobs", ""))
-        if _version("torch") == "none":
+        if importlib.util.find_spec("torch") is None:
             msg = "torch is not installed; pip install -c constraints.txt -e '.[cpu]' brings it"
             raise ModuleNotFoundError(msg)
         return Description(

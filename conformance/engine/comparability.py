@@ -37,7 +37,7 @@ def note(record: Record, attempt: Attempt, reference_run: Path | None = None) ->
             told = criteria(codec.decode(seen.outputs[name], fmt), want.value, fmt, op=record.op, output=str(name),
                             unspecified=want.unspecified, brief=other is None,
                             reference=None if other is None else codec.decode(other, fmt))
-        except Exception as e:
+        except Exception as e:  # information only: no verdict hangs on it, and the result tells what went wrong
             told = {f"none: {type(e).__name__}": {"value": None, "holds": None}}
         into = record.numerics.setdefault(name, {"elements": 0}).setdefault("criteria", {})
         for criterion, entry in told.items():

@@ -359,8 +359,9 @@ class _CaseRun:
         certain = [a for a in failed if not self.worst(a).by_chance]
         if certain or len(failed) >= ENOUGH_OF_CHANCE:
             return (certain or failed)[0]
-        self.asides["chance"] = (f"taken for chance, as {len(failed)} of {REPEATS_OF_CHANCE} other data show it: "
-                                 f"{worst.message.partition(chr(10))[0]} (seed {attempt.problem.seed})")
+        seed, sentence = attempt.problem.seed, worst.message.partition("\n")[0]
+        told = f"taken for chance, as {len(failed)} of {REPEATS_OF_CHANCE} other data show it: {sentence} (seed {seed})"
+        self.asides[f"chance at {seed}"] = told
         return None
 
     def worst(self, attempt: Attempt) -> Finding | None:
