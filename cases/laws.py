@@ -9,7 +9,7 @@ import numpy as np
 from conformance.model import Problem, Relation, VariantFn
 from references.formats import codec
 
-OUT_OF_RANGE = ("subnormal", "subnormal_products", "near_overflow", "all_bits", "infinities", "nans")
+OUT_OF_RANGE = ("subnormal", "subnormal_products", "near_overflow", "overflow", "all_bits", "infinities", "nans")
 """families in which twice a number may leave a format's normal range"""
 
 

@@ -7,6 +7,7 @@ import json
 import pkgutil
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from conformance.speed import Speed, TimedCase, timed_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "cases" / "levels" / "core.json"
+GOLDEN = 5**0.5 / 2 - 0.5
+"""multiples of it modulo 1 are spread over the whole unit interval, however many of them"""
 
 
 class UsageError(Exception):
@@ -99,7 +102,8 @@ def cases_at(level: str, modules: Iterable[str] = (), description: Description |
     for row in core_rows():
         if row["op"] not in by_name:
             continue
-        case = Case(by_name[row["op"]], Variant(row["variant"]), row["check"], tuple(row.get("sizes", ())))
+        case = Case(by_name[row["op"]], Variant(row["variant"]), row["check"], tuple(row.get("sizes", ())),
+                    least=2 * len(row.get("sizes", ())))
         if case.id not in known:
             msg = f"core.json names {case.id}, which no declaration makes"
             raise ValueError(msg)
@@ -133,15 +137,16 @@ def timing_cases(scale: str = "", modules: Iterable[str] = ()) -> Iterator[Timed
 
 
 def default_sizes(case: Case) -> tuple[dict[str, Any], ...]:
-    """Each number that decides a code path once, the other sizes small."""
+    """Each number that decides a code path once, the other sizes small; names in turn, so that a few show all."""
     if case.check not in ("values", "memory", "layout"):
         return ()
-    out = []
-    for name, size in case.op.sizes.items():
-        if size.per_rank:
-            continue
-        out.extend({name: p} for p in size.points)
-    return tuple(out)
+    names = [[{name: p} for p in _spread(size.points)] for name, size in case.op.sizes.items() if not size.per_rank]
+    return tuple(a for turn in zip_longest(*names) for a in turn if a is not None)
+
+
+def _spread(points: tuple[int, ...]) -> list[int]:
+    """All of them, the largest first and then from all over the range."""
+    return sorted(points, key=lambda p: (points.index(p) + 1) * GOLDEN % 1 if p != max(points) else -1)
 
 
 def find_case(case_id: str, level: str = "full", description: Description | None = None) -> Case:

@@ -2,12 +2,13 @@
 
 Every case of the full level whose variant the op's `core` admits, with a few size assignments
 each: the numbers that decide code paths, as far as they fit the level's work, dealt out over an
-op's cases so that each number occurs in several of them.
+op's cases so that each number occurs in several of them. An op with few cases shows more in each.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from conformance.collect import CORE, all_cases, default_sizes
@@ -16,8 +17,8 @@ from conformance.engine.effort import EFFORTS
 from conformance.engine.variants import in_core
 from conformance.model import Case, Problem
 
-MOST = 4
-"""assignments a case; the rest of its examples is drawn"""
+USUAL, MOST = 4, 16
+"""assignments a case, and of an op whose cases are too few for all of its numbers; as many problems are drawn"""
 
 
 def fitting(case: Case) -> list[dict[str, Any]]:
@@ -34,18 +35,19 @@ def fitting(case: Case) -> list[dict[str, Any]]:
 
 def rows() -> list[dict[str, Any]]:
     """A row a case; an op's assignments go round its cases."""
-    turn: dict[str, int] = {}
+    chosen = [c for c in all_cases() if in_core(c)]
+    of_op = Counter((c.op.name, c.check) for c in chosen)
+    turn: dict[tuple[str, str], int] = {}
     out = []
-    for case in all_cases():
-        if not in_core(case):
-            continue
+    for case in chosen:
         row: dict[str, Any] = {"op": case.op.name, "variant": dict(case.variant), "check": case.check}
         usable = fitting(case)
         if usable:
-            key = f"{case.op.name}/{case.check}"
-            start = turn.get(key, 0)
-            turn[key] = start + MOST
-            row["sizes"] = [usable[(start + i) % len(usable)] for i in range(min(MOST, len(usable)))]
+            key = (case.op.name, case.check)
+            share = -(-len(usable) // of_op[key]) if case.check == "values" else USUAL
+            n, start = min(max(share, USUAL), MOST, len(usable)), turn.get(key, 0)
+            turn[key] = start + n
+            row["sizes"] = [usable[(start + i) % len(usable)] for i in range(n)]
         out.append(row)
     return out
 

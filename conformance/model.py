@@ -411,6 +411,8 @@ class Case:
     """size assignments that run first"""
     most: int = 0
     """problems that are tried; 0: as many as the level says"""
+    least: int = 0
+    """problems that are tried where the level says fewer"""
 
     @cached_property
     def id(self) -> str:

@@ -88,3 +88,31 @@ def test_nans_hit_the_first_row_in_both_signs_over_seeds() -> None:
         assert codec.is_nan(codes, "bf16")[0].any()
         seen |= set(codec.bits(codes)[codec.is_nan(codes, "bf16")].tolist())
     assert {0x7FC0, 0xFFC0} <= seen
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("k", [1, 8, 584])
+def test_overflow_rows_sum_below_at_and_past_the_range(fmt: str, k: int) -> None:
+    a, b = (codec.decode(make(draw(fmt, (64, k), seed=7 + n, position=n), "overflow"), fmt) for n in (0, 1))
+    sums = np.abs(a @ b.T) / codec.overflow_threshold(fmt)
+    assert (sums < 0.9).mean() > 0.1
+    assert (sums > 1.1).mean() > 0.1
+    assert (np.abs(sums - 1) < 0.05).any()
+    assert np.array_equal(np.abs(a @ b.T), np.abs(a) @ np.abs(b).T)  # of one sign, so that no order matters
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
+def test_scale_edges_lie_at_and_a_step_beside_powers_of_two(fmt: str) -> None:
+    x = codec.decode(make(draw(fmt, (400, 128)), "scale_edges"), fmt)
+    largest = np.abs(x).reshape(400, 8, 16).max(axis=2)
+    assert (largest == largest[:, :1]).all()  # every group of 16, 32, 64 or 128 columns turns at the same power
+    step = 2.0 ** (1 - {"bf16": 8, "fp32": 24}[fmt])
+    beside = {m: largest[:, 0] / m for m in (448.0, 6.0)}
+    exponents = set()
+    for scaled in beside.values():
+        fraction = np.exp2(np.log2(scaled) - np.round(np.log2(scaled)))
+        near = np.abs(fraction - 1) < 3 * step
+        assert (fraction[near] == 1).any()
+        assert (fraction[near] > 1).any() and (fraction[near] < 1).any()
+        exponents |= set(np.round(np.log2(scaled[near])).astype(int))
+    assert min(exponents) < -15 and max(exponents) > 15

@@ -538,3 +538,14 @@ def test_grouped_neighbours_row_is_rejected() -> None:
 def test_all_padding_is_unspecified() -> None:
     want, _, d = grouped(0, "labels", [0, 0])
     assert not judged(want, bf16(d * np.nan), "bf16").any()
+
+
+@pytest.mark.parametrize(("alpha", "free"), [(0.5, True), (-0.25, True), (1.0, False), (2.0, False)])
+def test_a_sum_past_the_range_may_not_come_back_by_alpha(alpha: float, free: bool) -> None:
+    """fp32 sums of 1.5 * 2**128 are infinite; alpha of 0.5 leaves infinity, or a finite number where it comes first."""
+    arrays = {"a": bf16(np.full((1, 2), 2.0**64)), "b": bf16(np.full((1, 2), 0.75 * 2.0**64))}
+    p = problem({"out": "bf16", "c": "none"}, "overflow", alpha=alpha)
+    want = gemm.bf16_gemm_nt(p, Inputs(arrays, {"a": "bf16", "b": "bf16"}), STRICT)["d"]
+    largest, infinite = bf16(np.full((1, 1), np.copysign(3.3895e38, alpha))), bf16(np.full((1, 1), alpha * np.inf))
+    assert not judged(want, infinite, "bf16").any()
+    assert judged(want, largest, "bf16").any() != free

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cases.families import SELECT_FAMILIES
 from conformance.declare import Cost, In, Op, Returned, Size, Value, edges, misuse
 from references.tilekernels import moe
@@ -9,6 +11,14 @@ from references.tilekernels import moe
 REFUSED = ("AssertionError",)
 FINITE = tuple(f for f in SELECT_FAMILIES if f not in ("infinities", "nans", "all_bits"))
 """a score that is not finite is a misuse"""
+
+
+def _beside(sizes: Mapping[str, int]) -> Mapping[str, int]:
+    """As many choices as experts for even numbers, so that every expert is chosen; one choice of few experts."""
+    if sizes.get("num_topk", 1) % 2 == 0:
+        return {"experts": sizes["num_topk"]}
+    return {"num_topk": 1} if sizes.get("experts", 9) < 6 else {}
+
 
 TOPK_GATE = Op(
     "tilekernels.moe.topk_gate",
@@ -21,6 +31,7 @@ TOPK_GATE = Op(
     families=FINITE,
     oracle=moe.topk_gate,
     cost=lambda p: Cost(flops=0, bytes=4 * p.t * p.experts + 8 * p.t * p.num_topk),
+    beside=_beside,
     sample=dict(t=5, experts=72, num_topk=6),
     rejects=(
         misuse("num_topk of 33", num_topk=33, raises=REFUSED),

@@ -202,11 +202,12 @@ def digest(problems: list[Problem]) -> str:
 def explicit(case: Case, seed: int) -> list[Problem]:
     """The problems that must occur: the case's own size assignments that its contract admits, families in turn."""
     choices = list(values_of(case.op, case.variant))
+    turn = seed_of(seed, case.id, "families")
     out = []
     for i, assignment in enumerate(case.explicit):
         s = seed_of(seed, case.id, "explicit", i)
         values = {name: c[seed_of(s, name) % len(c)] for name, c in choices}
-        family = case.op.families[seed_of(s, "family") % len(case.op.families)]
+        family = case.op.families[(turn + i) % len(case.op.families)]
         sizes = {**case.op.sample, **case.op.beside(assignment), **assignment}
         problem = Problem(case.op.name, case.variant, sizes, values, family, s, _form(case, i))
         if case.op.fits(problem):

@@ -175,6 +175,41 @@ def near_overflow(d: Draw) -> np.ndarray:
     return (1.0 - 2.0 * d.integers(0, 1, salt=13)) * top * (1.0 - 0.125 * d.integers(0, 3))
 
 
+def overflow(d: Draw) -> np.ndarray:
+    """Rows of one sign whose products add up to about the largest finite number of the format: below, at and past it."""
+    if not _is_float(d.format):
+        return normal(d)
+    top = float_spec(d.format).emax + 1
+    if d.position > 1 or not d.shape:
+        return d.normal() * 2.0 ** (top - 12)
+    size = (0.5 + d.uniform()) * 2.0 ** (top // 2)
+    row = replace(d, shape=(*d.shape[:-1], 1))
+    if d.position:
+        return size * 2.0 ** (top - 2 * (top // 2)) / max(d.shape[-1], 1) * (0.5 + row.uniform(salt=3))
+    return size * (1.0 - 2.0 * row.integers(0, 1, salt=5))
+
+
+def scale_edges(d: Draw) -> np.ndarray:
+    """Each 16 columns' largest element at, or a few steps of the format beside, 448 or 6 times a power of two.
+
+    Where a scale is the largest element over the largest code, rounded up to a power of two, it turns there. A row
+    keeps its power, from 2**-20 to 2**20, so that wider groups turn too.
+    """
+    if not _is_float(d.format) or not d.shape:
+        return normal(d)
+    row = replace(d, shape=(*d.shape[:-1], 1))
+    top = np.ldexp(np.where(row.integers(0, 1, salt=29) == 0, 448.0, 6.0), row.integers(-20, 20, salt=31))
+    step = 2.0 ** (1 - float_spec(d.format).p)
+    top = top * (1.0 + step * row.integers(-2, 2, salt=37))
+    x = top * (1.0 - d.uniform()) * (1.0 - 2.0 * d.integers(0, 1, salt=41))
+    at = np.arange(d.shape[-1]) % SCALED == d.seed % SCALED
+    return np.where(at, np.copysign(top, x), x)
+
+
+SCALED = 16
+"""columns of the narrowest group that shares a scale"""
+
+
 def infinities(d: Draw) -> np.ndarray:
     """Ordinary values with a few infinities of both signs."""
     kind = d.integers(0, 15, salt=17)
@@ -217,7 +252,7 @@ FAMILIES: dict[str, Family] = {
     for f in (
         normal, integers, positive, ill_scaled, cancellation, one_hot, exact, powers, zeros, constant, two_valued,
         few_valued, ascending, descending, sawtooth, tail_max, subnormal, subnormal_products, wide, near_overflow,
-        infinities, nans, all_bits,
+        overflow, scale_edges, infinities, nans, all_bits,
     )
 }
 

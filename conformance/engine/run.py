@@ -200,8 +200,13 @@ class _CaseRun:
 
     @property
     def wanted(self) -> int:
-        usual = self.config.effort.examples_of(self.case.check)
+        usual = max(self.config.effort.examples_of(self.case.check), self.least)
         return min(usual, self.case.most) if self.case.most else usual
+
+    @property
+    def least(self) -> int:
+        """Of a case that shows many sizes, which an op with few variants has, unless a number was asked for."""
+        return 0 if self.config.effort.redrawn or self.case.check != "values" else self.case.least
 
     def enough(self) -> int:
         """How many problems: more than asked for while none of them could have failed."""

@@ -166,10 +166,20 @@ def within(sums: Sums, out: str, profile: Mapping[str, Any], unspecified: Array 
             bound = np.where(exact, 0.0, rounded(value, acc, out))
         if exact.any():
             value = np.where(exact & np.isfinite(value), codec.round_to(value, out), value)
-    unsure = _order_decides_overflow(sums, acc)
-    if unsure is not None:
-        unspecified = unsure if unspecified is None else unsure | unspecified
-    return Within(value, bound, unspecified, typical)
+    return Within(value, bound, either(unspecified, _order_decides_overflow(sums, acc)), typical)
+
+
+def either(one: Array | None, other: Array | None) -> Array | None:
+    """Where one mask or the other is True; None stands for nowhere."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one | other
+
+
+def may_overflow(sums: Sums) -> Array | None:
+    """Where a partial sum may pass the largest fp32 number; a factor that comes later does not bring it back."""
+    over = sums.size + dot(sums.size, sums.terms) >= codec.overflow_threshold("fp32")
+    return over if over.any() else None
 
 
 def _order_decides_overflow(sums: Sums, acc: Array) -> Array | None:

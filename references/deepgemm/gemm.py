@@ -11,7 +11,7 @@ from references.bounds.basic import dot, rounding
 from references.bounds.constants import RANDOM_FAMILIES
 from references.bounds.gemm import TC14_UNIT, chunk_magnitude, tensor_core_14_bit
 from references.bounds.profile import resolve
-from references.deepgemm.accumulate import Sums, lowest_bit, products, within
+from references.deepgemm.accumulate import Sums, either, lowest_bit, may_overflow, products, within
 from references.expected import Array, Expected, Inputs, Problem, Within
 from references.formats import codec
 from references.large.product import LARGE, LargeProduct
@@ -132,6 +132,8 @@ def _finish(
     out = problem.variant.out
     alpha = float(np.float32(argument(problem, "alpha", 1.0)))
     if alpha != 1:
+        if abs(alpha) < 1:
+            unspecified = either(unspecified, may_overflow(sums))
         sums = sums.times(alpha)
     if problem.variant.c != "none":
         if resolve(profile)["c_added"] == "after_rounding":
