@@ -6,6 +6,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -20,6 +21,8 @@ from conformance.speed import Speed, TimedCase, timed_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "cases" / "levels" / "core.json"
+DRAWN = 4
+"""problems of a core case beside those of its size assignments"""
 GOLDEN = 5**0.5 / 2 - 0.5
 """multiples of it modulo 1 are spread over the whole unit interval, however many of them"""
 
@@ -93,17 +96,33 @@ def cases_at(level: str, modules: Iterable[str] = (), description: Description |
         wanted = tuple(modules) or MODULES
         yield from (c for c in bringup(all_cases(), description) if c.op.module in wanted)
         return
-    if level != "core":
-        for case in all_cases(modules):
-            yield Case(case.op, case.variant, case.check, default_sizes(case))
-        return
+    yield from _in_turn(core_cases(modules) if level == "core" else sized_cases(modules))
+
+
+def _in_turn(cases: Iterable[Case]) -> Iterator[Case]:
+    """The same; each of an op's cases and a check begins with another data family."""
+    turns: dict[tuple[str, str], int] = {}
+    for case in cases:
+        turn = turns.get((case.op.name, case.check), 0)
+        turns[case.op.name, case.check] = turn + len(case.explicit)
+        yield replace(case, turn=turn)
+
+
+def sized_cases(modules: Iterable[str] = ()) -> Iterator[Case]:
+    """Every case with every size assignment."""
+    for case in all_cases(modules):
+        yield replace(case, explicit=(*(case.op.everywhere if case.check == "values" else ()), *default_sizes(case)))
+
+
+def core_cases(modules: Iterable[str] = ()) -> Iterator[Case]:
+    """The cases of the checked-in core level. Raises ValueError for a row that no declaration makes."""
     by_name = {op.name: op for op in ops(modules)}
     known = {case.id for case in all_cases(modules)}
     for row in core_rows():
         if row["op"] not in by_name:
             continue
         case = Case(by_name[row["op"]], Variant(row["variant"]), row["check"], tuple(row.get("sizes", ())),
-                    least=2 * len(row.get("sizes", ())))
+                    least=len(row.get("sizes", ())) + DRAWN)
         if case.id not in known:
             msg = f"core.json names {case.id}, which no declaration makes"
             raise ValueError(msg)
@@ -140,7 +159,9 @@ def default_sizes(case: Case) -> tuple[dict[str, Any], ...]:
     """Each number that decides a code path once, the other sizes small; names in turn, so that a few show all."""
     if case.check not in ("values", "memory", "layout"):
         return ()
-    names = [[{name: p} for p in _spread(size.points)] for name, size in case.op.sizes.items() if not size.per_rank]
+    idle = case.op.idle(case.variant)
+    names = [[{name: p} for p in _spread(size.points)] for name, size in case.op.sizes.items()
+             if not size.per_rank and name not in idle]
     return tuple(a for turn in zip_longest(*names) for a in turn if a is not None)
 
 

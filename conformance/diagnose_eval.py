@@ -75,7 +75,7 @@ def broken(bench: Bench, op: Op, level: str, seed: int) -> tuple[Case, Attempts,
         case = cases[i * step % len(cases)]
         problems = [*draw.explicit(case, seed)[:2], *draw.first_chunk(case, seed)[0][:4]]
         attempts = Attempts(bench, op, Clock())
-        for problem in (p for p in problems if draw.work(op, p) <= EFFORTS[level].max_work):
+        for problem in (p for p in problems if EFFORTS[level].admits(op, p)):
             attempt = attempts.run(problem, fresh=True)
             tried += 1
             if attempt.worst is not None and (found := evidence_of(attempt, attempt.worst)) is not None:
@@ -103,7 +103,7 @@ def small(op: Op, attempts: Attempts, attempt: Attempt) -> Evidence | None:
 def further(bench: Bench, case: Case, knobs: str, failed: Problem, level: str, seed: int) -> Further:
     """More problems of the case, the largest first, and the broken backend to ask."""
     problems = [p for p in (*draw.first_chunk(case, seed)[0], *draw.explicit(case, seed)[:MOST_EXPLICIT])
-                if p != failed and draw.work(case.op, p) <= EFFORTS[level].max_work]
+                if p != failed and EFFORTS[level].admits(case.op, p)]
 
     def ask(problem: Problem) -> Evidence | None:
         # What is asked runs in arenas and a process of its own, so as not to disturb the diagnosis.

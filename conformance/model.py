@@ -382,6 +382,10 @@ class Op:
     """whether (or for which variants) the same call gives the same bits; where not, it gives another right answer"""
     beside: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda assigned: {}
     """sizes that go with an explicit assignment, where the sample's would hide what it is about"""
+    everywhere: tuple[Mapping[str, Any], ...] = ()
+    """assignments that every case shows, as the path that they decide on is another one with every variant"""
+    idle: Callable[[Variant], tuple[str, ...]] = lambda variant: ()
+    """sizes that a variant has no use for"""
     gives_way: Callable[[Problem], str] = lambda problem: ""
     """the size that a drawn problem larger than usual is to have halved; problems of explicit sizes stay as they are"""
     sample: Mapping[str, Any] = field(default_factory=dict)
@@ -413,6 +417,8 @@ class Case:
     """problems that are tried; 0: as many as the level says"""
     least: int = 0
     """problems that are tried where the level says fewer"""
+    turn: int = 0
+    """size assignments of the op's cases before it: families come round over all of them"""
 
     @cached_property
     def id(self) -> str:

@@ -114,10 +114,10 @@ def problems(case: Case, support: Support, description: Description, effort: Eff
         yield problem_of(case, seed)
         return
     own = drawn_case(case)
-    left = case.most or effort.examples_of(case.check)
+    left = effort.problems_of(case)
     pool = draw.explicit(own, seed) + (draw.first_chunk(own, seed)[0] if effort.drawn else [])
     for p in pool:
-        if left and draw.work(case.op, p) <= effort.max_work and not problem_limit(
+        if left and effort.admits(case.op, p) and not problem_limit(
                 support, p, row_bytes_of(case.op, p, description.requirements)):
             left -= 1
             yield p

@@ -19,6 +19,7 @@ FAULTS = {
     "lse_not_transposed": "lse is stored token by token although its shape says head by head",
     "extra_ignored": "the extra cache is not read",
     "extra_length_main": "the extra list is cut by the length of the main list",
+    "extra_length_capped": "the length of the extra list is capped at that of the main lists",
     "default_scale_576": "the default softmax scale is that of 576 dimensions",
     "repeats_once": "a repeated index counts once",
 }
@@ -165,7 +166,10 @@ class Adapter:
             sources.append(PagedCache(extra_k_cache, self._knobs))
             index_lists.append(extra_indices_in_kvcache)
             own = topk_length if self._knobs.fault == "extra_length_main" else extra_topk_length
-            lengths.append(self._lengths(own, b, extra_indices_in_kvcache.shape[2]))
+            longest = extra_indices_in_kvcache.shape[2]
+            if self._knobs.fault == "extra_length_capped" and own is not None:
+                own = own.clamp(max=indices.shape[2])
+            lengths.append(self._lengths(own, b, longest))
         default = 576**-0.5 if self._knobs.fault == "default_scale_576" else HEAD_DIM**-0.5
         scale = default if softmax_scale is None else softmax_scale
 

@@ -55,6 +55,7 @@ DISPATCH = Op(
     ranks=routing.RANKS,
     sizes=dict(**routing.SIZES, h=choices(32, 64, 256, 512, 2880, 7168), sf_group=choices(128, 32, 512, 96)),
     fits=routing.fits,
+    idle=lambda v: ("sf_group",) if v.x == "bf16" else (),
     steps=(steps.make(use_fp8_dispatch=lambda v: v.x != "bf16"),
            *(s for x in steps.PAYLOADS for s in steps.dispatch(x, When(x=x))),
            steps.read_handle("handle"),

@@ -40,6 +40,8 @@ M_GROUPED_BF16_GEMM_NT_CONTIGUOUS = Op(
     settings=(Value(groups.ALIGNMENT, Drawn((128, 256))),),
     promises=(GROUPS_ALONE,),
     cost=_cost,
+    beside=lambda sizes: {"blocks": 1, "n": 16} if sizes.get("k", 0) > 512 else {},
+    everywhere=({"k": 576},),
     sample=dict(blocks=2, groups=3, n=24, k=72),
     rejects=(
         misuse("k of A and B differ", b={"shape": "groups n k+8"}, raises=REFUSED),

@@ -211,6 +211,8 @@ WITH_KVCACHE = Op(
     cost=_cost,
     gives_way=_gives_way,
     beside=_beside,
+    everywhere=({"topk": 704}, {"topk": 640}, {"topk": 64, "extra": 640}),
+    idle=lambda v: () if EXTRA(v) else ("extra", "extra_pages", "extra_page"),
     sample=dict(b=2, s_q=1, topk=64, pages=3, page=16, extra=64, extra_pages=2, extra_page=16),
     promises=PROMISES,
     rejects=(

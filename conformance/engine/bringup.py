@@ -58,7 +58,7 @@ def bringup(cases: Iterable[Case], description: Description | None = None) -> li
             continue
         tried.add(case.op.name)
         most = max(len(sizes), 1)
-        chosen.append(replace(case, explicit=tuple(sizes) * SPARE_SEEDS, most=most))
+        chosen.append(replace(case, explicit=tuple(sizes) * SPARE_SEEDS, most=most, turn=len(chosen)))
         left -= most
     shown = {c.op.name for c in chosen}
     rest = {c.op.name: c for c in reversed(every) if c.op.name not in shown}

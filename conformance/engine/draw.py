@@ -24,6 +24,8 @@ from conformance.identity import seed_of
 from conformance.model import Case, Drawn, In, Op, Out, Problem, Size, Tup, Variant
 
 CHUNK = 16
+OTHER_VALUES = 4
+"""of drawn values, tried with sizes that must occur but do not fit with the first ones"""
 SMALL_VALUES = 48
 """upper end of the range from which sizes are drawn most often"""
 STRIDED_CHECKS = ("layout", "memory")
@@ -202,16 +204,18 @@ def digest(problems: list[Problem]) -> str:
 def explicit(case: Case, seed: int) -> list[Problem]:
     """The problems that must occur: the case's own size assignments that its contract admits, families in turn."""
     choices = list(values_of(case.op, case.variant))
-    turn = seed_of(seed, case.id, "families")
+    turn = seed_of(seed, case.op.name, case.check, "families") + case.turn
     out = []
     for i, assignment in enumerate(case.explicit):
         s = seed_of(seed, case.id, "explicit", i)
-        values = {name: c[seed_of(s, name) % len(c)] for name, c in choices}
         family = case.op.families[(turn + i) % len(case.op.families)]
         sizes = {**case.op.sample, **case.op.beside(assignment), **assignment}
-        problem = Problem(case.op.name, case.variant, sizes, values, family, s, _form(case, i))
-        if case.op.fits(problem):
-            out.append(problem)
+        for other in range(OTHER_VALUES):
+            values = {name: c[(seed_of(s, name) + other) % len(c)] for name, c in choices}
+            problem = Problem(case.op.name, case.variant, sizes, values, family, s, _form(case, i))
+            if case.op.fits(problem):
+                out.append(problem)
+                break
     return out
 
 

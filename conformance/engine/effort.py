@@ -9,7 +9,11 @@ from typing import Any
 
 from conformance.engine.attempt import Attempt, Bench
 from conformance.engine.diagnose import Diagnosis
-from conformance.model import Problem
+from conformance.engine.draw import work
+from conformance.model import Case, Op, Problem
+
+SHOWN = 4
+"""times the work of other problems that the sizes of `Op.everywhere` may take"""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,17 @@ class Effort:
 
     def examples_of(self, check: str) -> int:
         return self.examples if check == "values" or not self.beside else min(self.examples, self.beside)
+
+    def problems_of(self, case: Case) -> int:
+        """How many problems a case tries; a core case of many sizes more than the level's, unless that was changed."""
+        least = case.least if case.check == "values" and not self.redrawn else 0
+        usual = max(self.examples_of(case.check), least)
+        return min(usual, case.most) if case.most else usual
+
+    def admits(self, op: Op, problem: Problem) -> bool:
+        """Whether a problem is small enough; what every case of the op is to show may be somewhat larger."""
+        shown = any(all(problem.sizes.get(n) == size for n, size in a.items()) for a in op.everywhere)
+        return work(op, problem) <= self.max_work * (SHOWN if shown else 1)
 
     @property
     def redrawn(self) -> bool:

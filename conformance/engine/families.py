@@ -176,17 +176,23 @@ def near_overflow(d: Draw) -> np.ndarray:
 
 
 def overflow(d: Draw) -> np.ndarray:
-    """Rows of one sign whose products add up to about the largest finite number of the format: below, at and past it."""
+    """Rows of one sign whose products add up to about the largest finite number of the format: below, at and past it.
+
+    Every second row of the later operand gives sums between the largest number and the power of two behind it, which
+    FP32 holds where it is the accumulator, and which round to infinity.
+    """
     if not _is_float(d.format):
         return normal(d)
-    top = float_spec(d.format).emax + 1
+    spec = float_spec(d.format)
+    top = spec.emax + 1
     if d.position > 1 or not d.shape:
         return d.normal() * 2.0 ** (top - 12)
-    size = (0.5 + d.uniform()) * 2.0 ** (top // 2)
     row = replace(d, shape=(*d.shape[:-1], 1))
-    if d.position:
-        return size * 2.0 ** (top - 2 * (top // 2)) / max(d.shape[-1], 1) * (0.5 + row.uniform(salt=3))
-    return size * (1.0 - 2.0 * row.integers(0, 1, salt=5))
+    if d.position == 0:
+        return np.broadcast_to(1.0 - 2.0 * row.integers(0, 1, salt=5), d.shape) * 2.0 ** (top // 2)
+    share = 0.5 + d.uniform()
+    total = np.where(row.integers(0, 1, salt=7) == 0, 1.0 - 2.0 ** -(spec.p + 2), 0.5 + row.uniform(salt=3))
+    return share / share.sum(axis=-1, keepdims=True) * total * 2.0 ** (top - top // 2)
 
 
 def scale_edges(d: Draw) -> np.ndarray:

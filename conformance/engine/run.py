@@ -139,14 +139,14 @@ class _CaseRun:
         self.attempts.lease_devices(record)
         if config.fixed is None and config.effort.drawn:
             self.across = [p for p in tiles.problems(case, self.support.tiles, config.seed)
-                           if not self.outside(p) and draw.work(case.op, p) <= config.effort.max_work]
+                           if not self.outside(p) and config.effort.admits(case.op, p)]
         executed, skipped, outside = 0, 0, ""
         for problem in self.problems(first):
             if executed >= self.enough() or skipped >= MAX_UNSUPPORTED:
                 break
             outside = self.outside(problem)
             # A misuse stands in the op's sample, which is small by declaration.
-            large = case.check != "rejects" and draw.work(case.op, problem) > config.effort.max_work
+            large = case.check != "rejects" and not config.effort.admits(case.op, problem)
             if outside or large:
                 skipped += 1
                 continue
@@ -200,13 +200,7 @@ class _CaseRun:
 
     @property
     def wanted(self) -> int:
-        usual = max(self.config.effort.examples_of(self.case.check), self.least)
-        return min(usual, self.case.most) if self.case.most else usual
-
-    @property
-    def least(self) -> int:
-        """Of a case that shows many sizes, which an op with few variants has, unless a number was asked for."""
-        return 0 if self.config.effort.redrawn or self.case.check != "values" else self.case.least
+        return self.config.effort.problems_of(self.case)
 
     def enough(self) -> int:
         """How many problems: more than asked for while none of them could have failed."""
@@ -348,7 +342,7 @@ class _CaseRun:
         problems = [p for p in (*draw.first_chunk(self.drawn_case, self.config.seed)[0],
                                 *draw.explicit(self.drawn_case, self.config.seed))
                     if p != small.example.problem and not self.outside(p)
-                    and draw.work(self.case.op, p) <= self.config.effort.max_work]
+                    and self.config.effort.admits(self.case.op, p)]
         return [small, *more], further(self.config.bench, self.case.op, problems)
 
     def stands(self, attempt: Attempt) -> Attempt | None:

@@ -31,6 +31,7 @@ FAULTS = {
     "slack_written": "each row of D is stored one element too far where the row pitch leaves room",
     "contiguous_rows": "A is read as if its rows followed each other without gaps, whatever its strides",
     "double_gran": "a scale is taken to cover twice as many k as it does",
+    "saturates": "a sum past the range of D becomes its largest number instead of infinity",
     "bf16_scales": "scales are rounded to BF16 before use",
     "next_group": "a row is multiplied with the B of the group after its own",
     "negative_group": "label -1 is used as an index, so padding rows are computed with the last B",
@@ -93,6 +94,9 @@ def gemm_nt(
                 acc = acc * alpha
             if c is not None:
                 acc = _add_c(acc, c[rows, cols], knobs)
+            if knobs.fault == "saturates":
+                largest = torch.finfo(d.dtype).max
+                acc = acc.clamp(-largest, largest)
             tile_io.store(d[rows, cols], acc, knobs)
     if knobs.fault == "slack_written" and d.stride(0) > n > 0:
         d.as_strided((m - 1, 1), (d.stride(0), 1), d.storage_offset() + n).zero_()

@@ -22,6 +22,7 @@ FAULTS = {
     "bf16_amax": "the largest magnitude is formed in BF16",
     "no_clamp": "the largest magnitude of a block is not clamped from below",
     "floor_scale": "a power-of-two scale is rounded down instead of up",
+    "log2_exponent": "a scale is rounded up to a power of two by an FP32 logarithm, which misses a hair above one",
     "double_gran": "one scale is formed over two neighbouring blocks",
     "first_row_scales": "all rows of a tile are multiplied by the scales of its first row",
     "ties_away": "ties are rounded away from zero",
@@ -100,6 +101,8 @@ def _scale(x: torch.Tensor, h: int, recipe: Recipe, knobs: Knobs) -> tuple[torch
     largest = torch.full_like(amax, LARGEST[recipe.fmt])
     scale = amax / largest
     if recipe.scale == "power_of_two":
+        if knobs.fault == "log2_exponent":
+            scale = torch.exp2(scale.log2().ceil())
         scale = _power_of_two(scale, up=knobs.fault != "floor_scale")
     elif recipe.scale == "e4m3":
         scale = scale.clamp(max=LARGEST["e4m3"]).to(torch.float8_e4m3fn).float()

@@ -37,6 +37,8 @@ FAULTS = {
     "first_head_only": "heads behind the first one are not rotated",
     "ascending": "the chosen experts come in increasing order of score",
     "by_magnitude": "scores are compared by magnitude",
+    "minus_zero_lower": "+0 counts as larger than -0",
+    "one_short_of_all": "where all columns are chosen the last place repeats the one before",
 }
 """Faults that only these kernels know (`Knobs.fault`)."""
 
@@ -154,6 +156,9 @@ def best_of_row(scores: torch.Tensor, k: int, knobs: Knobs) -> torch.Tensor:
         keys = tile_io.load(scores[rows], knobs)
         if knobs.fault == "by_magnitude":
             keys = keys.abs()
+        if knobs.fault == "minus_zero_lower":
+            keys = keys.view(torch.int32)
+            keys = torch.where(keys < 0, -1 - (keys & 0x7FFFFFFF), keys)
         best, columns = keys[:, :0], torch.empty(keys.shape[0], 0, dtype=torch.int64)
         for block in blocks:
             here = torch.arange(block.start, block.start + block.width).expand(keys.shape[0], -1)
@@ -163,6 +168,8 @@ def best_of_row(scores: torch.Tensor, k: int, knobs: Knobs) -> torch.Tensor:
             values = torch.cat((best, values), 1)
             order = values.argsort(dim=1, descending=True, stable=True)[:, :k]
             best, columns = values.gather(1, order), torch.cat((columns, here), 1).gather(1, order)
+        if knobs.fault == "one_short_of_all" and k == n > 1:
+            columns[:, -1] = columns[:, -2]
         chosen[rows] = columns.flip(1) if knobs.fault == "ascending" else _filled(columns, k)
     return chosen
 
