@@ -419,6 +419,8 @@ class Case:
     """problems that are tried where the level says fewer"""
     turn: int = 0
     """size assignments of the op's cases before it: families come round over all of them"""
+    families: tuple[str, ...] = ()
+    """data families of the explicit problems, the first one first; none: those of the op, from anywhere"""
 
     @cached_property
     def id(self) -> str:

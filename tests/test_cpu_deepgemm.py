@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,7 +81,9 @@ def far_off(got: torch.Tensor, want: np.ndarray, magnitude: np.ndarray, k: int, 
         bound = bound + half_ulp(np.abs(want - c) + acc, got.dtype) + 2.0**-24 * np.abs(c)
     value = f64(got)
     same = np.isnan(want) == np.isnan(value)
-    return not bool(np.all(same & ((np.abs(value - want) <= bound) | np.isnan(want))))
+    with np.errstate(invalid="ignore"):
+        near = np.where(np.isinf(want), value == want, np.abs(value - want) <= bound)
+    return not bool(np.all(same & (near | np.isnan(want))))
 
 
 def dense(
@@ -198,17 +201,23 @@ def scaled(
 
 def grouped(layout: str, m: int, sizes: tuple[int, ...], zero_padding: bool = True,
             factor: float = 1.0) -> Callable[[Knobs], Violations]:
-    """m_grouped_bf16_gemm_nt_contiguous; groups start on multiples of 128. layout: labels | ends. factor: size of A."""
+    """m_grouped_bf16_gemm_nt_contiguous; groups start on multiples of 128. layout: labels | ends.
+
+    factor: size of A; infinity stands in one of its elements only.
+    """
 
     def run(knobs: Knobs) -> Violations:
         n, k = 40, 200
         rng = np.random.default_rng(13)
-        a, b = normal(rng, m, k) * factor, normal(rng, len(sizes), n, k) / factor
+        size = 1.0 if math.isinf(factor) else factor
+        a, b = normal(rng, m, k) * size, normal(rng, len(sizes), n, k) / size
+        if math.isinf(factor):
+            a[1, 3] = factor
         labels, ends, start = np.full(m, -1), [], 0
-        for group, size in enumerate(sizes):
-            labels[start : start + size] = group
-            ends.append(start + size)
-            start += -(-size // 128) * 128
+        for group, count in enumerate(sizes):
+            labels[start : start + count] = group
+            ends.append(start + count)
+            start += -(-count // 128) * 128
         free = np.zeros(m, bool)  # padding inside a tile of 128: the contract says nothing
         for end in ends:
             free[end : -(-end // 128) * 128] = True
@@ -251,6 +260,7 @@ def cast(gran: int, ue8m0: bool, use_packed: bool, h: int, dtype: torch.dtype = 
         x[4, 0] = -(2.0**20)
         x[5] = torch.arange(h) * 0.5  # many ties
         x[5, 1] = 448.0
+        x[6] = 448.0 * 2.0**7 * (1 + 2.0**-23)  # a hair more than a power of two
         x = x.to(dtype)
         codes, scales = adapter(knobs).per_token_cast_to_fp8(x, ue8m0, gran, use_packed)
         groups = -(-h // gran)
@@ -357,7 +367,7 @@ SCENARIOS: dict[str, list[Callable[[Knobs], Violations]]] = {
     "bf16_gemm_nt": [
         dense(), dense(FP32), dense(c="apart"), dense(c="aliased"), dense(FP32, c="aliased"), dense(FP32, c="row"),
         dense(FP32, a_form=mn_major, check="layout"), dense(b_form=mn_major), dense(size=(1, 1, 8)),
-        dense(a_form=lambda x: pitched(x, 8), check="layout"), dense(special=float("nan")),
+        dense(a_form=lambda x: pitched(x, 8), check="layout"), dense(special=float("nan")), dense(special=float("inf")),
         dense(FP32, special=2.0**-128), dense(FP32, alpha=-2.5), dense(c="apart", alpha=0.5),
         dense(FP32, c="apart", size=(5, 6, 0)), dense(size=(5, 6, 0)), dense(FP32, size=(9, 17, 2048)),
         rejected(wrong_dense, RuntimeError),
@@ -374,7 +384,8 @@ SCENARIOS: dict[str, list[Callable[[Knobs], Violations]]] = {
         grouped("labels", 512, (0, 200, 0)), grouped("labels", 128, (0, 0)),
         grouped("ends", 512, (128, 256, 128)), grouped("ends", 640, (100, 128, 1)),
         grouped("ends", 640, (100, 0, 70), zero_padding=False),
-        grouped("labels", 512, (128, 256, 128), factor=2.0**20), rejected(wrong_grouped, RuntimeError),
+        grouped("labels", 512, (128, 256, 128), factor=2.0**20),
+        grouped("labels", 512, (128, 256, 128), factor=math.inf), rejected(wrong_grouped, RuntimeError),
     ],
     "per_token_cast_to_fp8": [
         cast(128, False, False, 384), cast(128, True, False, 320), cast(32, True, True, 160),

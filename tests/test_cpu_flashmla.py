@@ -182,6 +182,12 @@ def extra(row_bytes=528, **change):
     return decode(extra_k_cache=cache(9, 7, row_bytes, seed=5), extra_indices_in_kvcache=idx, **change)
 
 
+def extra_longer():
+    """Extra lists of 256, and their lengths, beside main ones of 192."""
+    return decode(extra_k_cache=cache(9, 7, 528, seed=5), extra_indices_in_kvcache=lists(2, 2, 256, among=63, seed=6),
+                  extra_topk_length=ints([256, 193]))
+
+
 def invalid_prefill(**change):
     idx = lists(3, 1, 192, among=200)
     idx[:, :, ::5] = ints([-1, -(2**31), 200, 2**31 - 1])[torch.arange(39) % 4]
@@ -246,6 +252,7 @@ PROBES = {
     "decode_page_1": lambda: decode(k_cache=cache(100, 1)),
     "decode_fp4": lambda: extra(288),
     "decode_extra": lambda: extra(topk_length=ints([0, 190]), extra_topk_length=ints([64, 3])),
+    "decode_extra_longer": extra_longer,
     "decode_long": long_list,
     "decode_long_sink": lambda: long_list(attn_sink=SINKS),
     "decode_long_invariant": lambda: long_list(enable_batch_invariant=True),
@@ -273,7 +280,8 @@ SHOWS = {  # fault -> the probe in which it shows; those of one op only stand fo
     "sink_per_split": ("decode_long_sink",), "plain_combine": ("decode_long",), "partials_bf16": ("decode_long",),
     "empty_row_nan": ("prefill_invalid", "decode_invalid"),
     "empty_row_minus_inf": ("prefill_invalid", "decode_invalid"), "extra_ignored": ("decode_extra",),
-    "extra_length_main": ("decode_extra",), "metadata_stale": ("decode_twice",),
+    "extra_length_main": ("decode_extra",),
+    "extra_length_capped": ("decode_extra_longer",), "metadata_stale": ("decode_twice",),
     "metadata_poisoned": ("decode_refused",), "output_not_rescaled": ("prefill", "decode"),
     "sum_not_rescaled": ("prefill", "decode"),
 }

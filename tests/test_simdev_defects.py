@@ -41,7 +41,7 @@ TABLE = (
     Row("cast_stale_scale", "fail", VALUE, (CAST,)),
     Row("cast_truncate", "fail", VALUE, (CAST,)),
     Row("ignore_stride", "fail", "numeric nonfinite token_duplicated index_range", (LAYOUT, TOPK)),
-    Row("packed_output", "fail", "oob_write unwritten numeric", (LAYOUT, TOPK, TOPK_CALLER)),
+    Row("packed_output", "fail", "oob_write unwritten numeric nonfinite", (LAYOUT, TOPK, TOPK_CALLER)),
     Row("behind", "fail", "oob_write", (GEMM, TOPK_CALLER, CAST)),
     Row("before", "fail", "oob_write", ALL),
     Row("far_behind", "fail", "oob_write", ALL),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from cases.control import lengths, offsets
@@ -40,6 +42,11 @@ def hostile_beyond_end(problem: Problem, codes: dict[str, np.ndarray]) -> None:
     x[np.arange(x.shape[1]) >= codes["end"][:, None]] = code
 
 
+def _beside(sizes: Mapping[str, int]) -> Mapping[str, int]:
+    """Rows twice as long as what is chosen of them; else so many choices that results have gaps between rows."""
+    return {"vocab": 2 * sizes["topk"] + 37} if "topk" in sizes else {"topk": 9}
+
+
 TOPK = Op(
     "deepselect.topk",
     doc="k largest of each row; which of equal values is free",
@@ -69,7 +76,7 @@ TOPK = Op(
     arrange=hostile_beyond_end,
     repeatable=False,
     cost=lambda p: Cost(flops=0, bytes=p.b * (p.vocab * 4 + p.topk * 12)),
-    beside=lambda sizes: {"vocab": 2 * sizes["topk"] + 37} if "topk" in sizes else {},
+    beside=_beside,
     sample=dict(b=2, topk=8, vocab=96),
     rejects=(
         misuse("topk of 0", topk=0, raises=("RuntimeError", "ValueError")),

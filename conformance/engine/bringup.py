@@ -6,6 +6,7 @@ problems try every op once, just past its tiles in every size. Only explicit pro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,8 @@ USUAL_TILE = 16
 """of a size for which neither the backend nor the op's sample names a number"""
 SPARE_SEEDS = 4
 """how often a case's assignments may be tried with other data while no problem could have failed"""
+TILES_SHOW = ("ascending", "normal", "tail_max", "integers", "ill_scaled", "positive")
+"""data families in which an element that is left out, doubled or out of place changes the result, most telling first"""
 LATER = 2
 """problems a case of check `values` behind the first round"""
 ANY = Description("any", {"*": supported()})
@@ -49,6 +52,7 @@ def bringup(cases: Iterable[Case], description: Description | None = None) -> li
               and not variant_limit(runs[c.op.name], c.variant) and not refusal(c.check, description.platform)]
     chosen: list[Case] = []
     left, tried = PROBLEMS, set()
+    turns: Counter[str] = Counter()
     for case in most_telling(usable):
         if left <= 0:
             break
@@ -58,11 +62,18 @@ def bringup(cases: Iterable[Case], description: Description | None = None) -> li
             continue
         tried.add(case.op.name)
         most = max(len(sizes), 1)
-        chosen.append(replace(case, explicit=tuple(sizes) * SPARE_SEEDS, most=most, turn=len(chosen)))
+        chosen.append(replace(case, explicit=tuple(sizes) * SPARE_SEEDS, most=most, turn=turns[case.op.name],
+                              families=telling(case)))
+        turns[case.op.name] += most
         left -= most
     shown = {c.op.name for c in chosen}
     rest = {c.op.name: c for c in reversed(every) if c.op.name not in shown}
     return chosen + [rest[name] for name in dict.fromkeys(c.op.name for c in every) if name in rest]
+
+
+def telling(case: Case) -> tuple[str, ...]:
+    """The families of a case: where values are compared those that show a tile first."""
+    return tuple(f for f in TILES_SHOW if f in case.op.families) if case.check == "values" else ()
 
 
 def problems_of(case: Case, description: Description, most: int, turn: int = 0) -> list[dict[str, Any]]:
