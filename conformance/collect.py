@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -96,16 +97,22 @@ def cases_at(level: str, modules: Iterable[str] = (), description: Description |
         wanted = tuple(modules) or MODULES
         yield from (c for c in bringup(all_cases(), description) if c.op.module in wanted)
         return
-    yield from _in_turn(core_cases(modules) if level == "core" else sized_cases(modules))
+    yield from crossed(core_cases(modules) if level == "core" else sized_cases(modules))
 
 
-def _in_turn(cases: Iterable[Case]) -> Iterator[Case]:
-    """The same; each of an op's cases and a check begins with another data family."""
-    turns: dict[tuple[str, str], int] = {}
+def crossed(cases: Iterable[Case]) -> Iterator[Case]:
+    """The same; explicit problems show each data family with each setting of a variant key, as far as they suffice.
+
+    What a family shows (NaN, ties, a tail) may matter with some settings only, so each case takes the families that
+    its settings have met least, within its op and check.
+    """
+    met: dict[tuple[str, str], Counter[tuple[str, Any]]] = defaultdict(Counter)
     for case in cases:
-        turn = turns.get((case.op.name, case.check), 0)
-        turns[case.op.name, case.check] = turn + len(case.explicit)
-        yield replace(case, turn=turn)
+        seen, settings = met[case.op.name, case.check], ["", *dict(case.variant).items()]
+        fresh = {f: sum(not seen[f, s] for s in settings) for f in case.op.families}
+        order = tuple(sorted(case.op.families, key=lambda f: (-fresh[f], seen[f, ""])))
+        seen.update((order[i % len(order)], s) for i in range(len(case.explicit)) for s in settings)
+        yield replace(case, families=order)
 
 
 def sized_cases(modules: Iterable[str] = ()) -> Iterator[Case]:

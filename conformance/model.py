@@ -417,10 +417,8 @@ class Case:
     """problems that are tried; 0: as many as the level says"""
     least: int = 0
     """problems that are tried where the level says fewer"""
-    turn: int = 0
-    """size assignments of the op's cases before it: families come round over all of them"""
     families: tuple[str, ...] = ()
-    """data families of the explicit problems, the first one first; none: those of the op, from anywhere"""
+    """data families of the explicit problems, round and round; none: those of the op"""
 
     @cached_property
     def id(self) -> str:

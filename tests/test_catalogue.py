@@ -118,3 +118,15 @@ def test_every_expert_is_chosen_in_some_problem() -> None:
     problems = explicit(case, 0)
     assert any(p.num_topk == p.experts > 1 for p in problems)
     assert len({p.family for p in problems}) == len(case.op.families)  # in turn, so that none is left out
+
+
+@pytest.mark.parametrize("name", ["deepselect.topk", "deepgemm.bf16_gemm_nt", "tilelang.gemm"])
+def test_core_shows_each_family_with_each_setting(name: str) -> None:
+    """A NaN beside an offset, say: with families in step with cases some pairs never met."""
+    cases = [c for c in cases_at("core", (name.partition(".")[0],)) if c.op.name == name and c.check == "values"]
+    met = {(p.family, s) for c in cases for p in explicit(c, 0) for s in dict(c.variant).items()}
+    settings = {s for c in cases for s in dict(c.variant).items()}
+    slots = {s: sum(len(c.explicit) for c in cases if s in dict(c.variant).items()) for s in settings}
+    for s in settings:
+        shown = {f for f in cases[0].op.families if (f, s) in met}
+        assert len(shown) >= min(len(cases[0].op.families), slots[s] * 3 // 4), (s, set(cases[0].op.families) - shown)

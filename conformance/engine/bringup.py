@@ -62,8 +62,8 @@ def bringup(cases: Iterable[Case], description: Description | None = None) -> li
             continue
         tried.add(case.op.name)
         most = max(len(sizes), 1)
-        chosen.append(replace(case, explicit=tuple(sizes) * SPARE_SEEDS, most=most, turn=turns[case.op.name],
-                              families=telling(case)))
+        chosen.append(replace(case, explicit=tuple(sizes) * SPARE_SEEDS, most=most,
+                              families=telling(case, turns[case.op.name])))
         turns[case.op.name] += most
         left -= most
     shown = {c.op.name for c in chosen}
@@ -71,9 +71,11 @@ def bringup(cases: Iterable[Case], description: Description | None = None) -> li
     return chosen + [rest[name] for name in dict.fromkeys(c.op.name for c in every) if name in rest]
 
 
-def telling(case: Case) -> tuple[str, ...]:
-    """The families of a case: where values are compared those that show a tile first."""
-    return tuple(f for f in TILES_SHOW if f in case.op.families) if case.check == "values" else ()
+def telling(case: Case, turn: int) -> tuple[str, ...]:
+    """The families of a case behind so many problems of its op: where values are compared those that show a tile."""
+    shows = tuple(f for f in TILES_SHOW if f in case.op.families) if case.check == "values" else ()
+    families = shows or case.op.families
+    return families[turn % len(families) :] + families[: turn % len(families)]
 
 
 def problems_of(case: Case, description: Description, most: int, turn: int = 0) -> list[dict[str, Any]]:

@@ -199,13 +199,15 @@ def scale_edges(d: Draw) -> np.ndarray:
     """Each 16 columns' largest element at, or a few steps of the format beside, 448 or 6 times a power of two.
 
     Where a scale is the largest element over the largest code, rounded up to a power of two, it turns there. A row
-    keeps its power, from 2**-20 to 2**20, so that wider groups turn too.
+    keeps its power, from 2**-20 to 2**20 as far as the format goes, so that wider groups turn too.
     """
-    if not _is_float(d.format) or not d.shape:
+    spec = float_spec(d.format) if _is_float(d.format) else None
+    lowest, highest = (max(-20, spec.emin - 2), min(20, spec.emax - 8)) if spec else (0, -1)
+    if lowest > highest or not d.shape:
         return normal(d)
     row = replace(d, shape=(*d.shape[:-1], 1))
-    top = np.ldexp(np.where(row.integers(0, 1, salt=29) == 0, 448.0, 6.0), row.integers(-20, 20, salt=31))
-    step = 2.0 ** (1 - float_spec(d.format).p)
+    top = np.ldexp(np.where(row.integers(0, 1, salt=29) == 0, 448.0, 6.0), row.integers(lowest, highest, salt=31))
+    step = 2.0 ** (1 - spec.p)
     top = top * (1.0 + step * row.integers(-2, 2, salt=37))
     x = top * (1.0 - d.uniform()) * (1.0 - 2.0 * d.integers(0, 1, salt=41))
     at = np.arange(d.shape[-1]) % SCALED == d.seed % SCALED
