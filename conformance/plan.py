@@ -93,7 +93,7 @@ def items(description: Description, level: str, modules: list[str], former: Form
         chosen = list(problems(case, support, description, effort, seed))
         if not chosen:
             continue
-        asked = case.most or effort.examples_of(case.check)
+        asked = effort.problems_of(case)
         n = 1 if case.check == "rejects" else min(asked, len(chosen)) if level == LEVEL else asked
         item = Item(case, n)
         known = former.takes(case)

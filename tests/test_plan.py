@@ -8,6 +8,7 @@ import pytest
 
 from conformance.cli import main
 from conformance.collect import UsageError, ops
+from conformance.engine.effort import EFFORTS
 from conformance.model import Case, Problem, Variant
 from conformance.plan import Former, Item, compile_key, fits, items, memory_of, plan_page
 from conformance.protocol import Description, supported
@@ -100,3 +101,10 @@ def test_a_backend_that_runs_nothing_says_so() -> None:
     assert "runs no case" in plan_page("none", Description("none", {}), "bringup", [], 1, "", None, None)
     with pytest.raises(UsageError):
         plan_page("one", ONE_OP, "bringup", [], 1, "never", None, None)
+
+
+def test_a_core_case_of_many_sizes_is_planned_with_all_of_its_problems() -> None:
+    every = Description("all", {"*": supported()})
+    (gate,) = (i for i in items(every, "core", ["tilekernels"], Former())
+               if i.case.op.name == "tilekernels.moe.topk_gate" and i.case.check == "values")
+    assert gate.problems == gate.case.least == len(gate.case.explicit) + 4 > EFFORTS["core"].examples
