@@ -7,8 +7,8 @@ GEMM_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "cancellation",
 FP8_GEMM_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "cancellation", "one_hot", "powers", "zeros",
                      "constant", "subnormal", "near_overflow", "all_bits", "nans")
 SELECT_FAMILIES = ("normal", "integers", "ill_scaled", "constant", "two_valued", "few_valued", "ascending",
-                   "descending", "sawtooth", "tail_max", "zeros", "subnormal", "near_overflow", "infinities", "nans",
-                   "all_bits")
+                   "descending", "sawtooth", "tail_max", "zeros", "zero_signs", "subnormal", "near_overflow",
+                   "infinities", "nans", "all_bits")
 CAST_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "constant", "powers", "zeros", "subnormal",
                  "near_overflow", "all_bits", "infinities", "nans", "scale_edges")
 ROW_FAMILIES = ("normal", "integers", "positive", "ill_scaled", "constant", "zeros", "powers", "infinities", "nans",

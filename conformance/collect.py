@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import zip_longest
+from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from conformance.speed import Speed, TimedCase, timed_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "cases" / "levels" / "core.json"
+ALL = ""
+"""stands for any setting of a variant"""
 DRAWN = 4
 """problems of a core case beside those of its size assignments"""
 GOLDEN = 5**0.5 / 2 - 0.5
@@ -101,17 +103,19 @@ def cases_at(level: str, modules: Iterable[str] = (), description: Description |
 
 
 def crossed(cases: Iterable[Case]) -> Iterator[Case]:
-    """The same; explicit problems show each data family with each setting of a variant key, as far as they suffice.
+    """The same; explicit problems show each data family with each setting of a variant key, then with pairs of them.
 
     What a family shows (NaN, ties, a tail) may matter with some settings only, so each case takes the families that
     its settings have met least, within its op and check.
     """
     met: dict[tuple[str, str], Counter[tuple[str, Any]]] = defaultdict(Counter)
     for case in cases:
-        seen, settings = met[case.op.name, case.check], ["", *dict(case.variant).items()]
-        fresh = {f: sum(not seen[f, s] for s in settings) for f in case.op.families}
-        order = tuple(sorted(case.op.families, key=lambda f: (-fresh[f], seen[f, ""])))
-        seen.update((order[i % len(order)], s) for i in range(len(case.explicit)) for s in settings)
+        seen, one = met[case.op.name, case.check], tuple(dict(case.variant).items())
+        two = tuple(combinations(one, 2))
+        fresh = {f: (-sum(not seen[f, s] for s in one), -sum(not seen[f, s] for s in two), seen[f, ALL])
+                 for f in case.op.families}
+        order = tuple(sorted(fresh, key=fresh.__getitem__))
+        seen.update((order[i % len(order)], s) for i in range(len(case.explicit)) for s in (ALL, *one, *two))
         yield replace(case, families=order)
 
 

@@ -100,6 +100,12 @@ def zeros(d: Draw) -> np.ndarray:
     return np.where(kind == 0, d.normal(), np.where(kind % 2 == 1, 0.0, -0.0))
 
 
+def zero_signs(d: Draw) -> np.ndarray:
+    """Zeros of both signs in every row, and nothing above them: they are equal, whatever their bits."""
+    kind = d.integers(0, 7, salt=43)
+    return np.where(kind < 2, -np.abs(d.normal()), np.where(kind % 2 == 1, 0.0, -0.0))
+
+
 def constant(d: Draw) -> np.ndarray:
     """One value everywhere."""
     return np.full(d.shape, 1.0 + (d.seed % 5) * 0.25)
@@ -179,7 +185,8 @@ def overflow(d: Draw) -> np.ndarray:
     """Rows of one sign whose products add up to about the largest finite number of the format: below, at and past it.
 
     Every second row of the later operand gives sums between the largest number and the power of two behind it, which
-    FP32 holds where it is the accumulator, and which round to infinity.
+    FP32 holds where it is the accumulator, and which round to infinity. A factor `alpha` above 1 counts; what one below
+    1 leaves of a sum past the range is not promised.
     """
     if not _is_float(d.format):
         return normal(d)
@@ -192,7 +199,8 @@ def overflow(d: Draw) -> np.ndarray:
         return np.broadcast_to(1.0 - 2.0 * row.integers(0, 1, salt=5), d.shape) * 2.0 ** (top // 2)
     share = 0.5 + d.uniform()
     total = np.where(row.integers(0, 1, salt=7) == 0, 1.0 - 2.0 ** -(spec.p + 2), 0.5 + row.uniform(salt=3))
-    return share / share.sum(axis=-1, keepdims=True) * total * 2.0 ** (top - top // 2)
+    factor = max(1.0, abs(d.problem.values.get("alpha") or 1.0))
+    return share / share.sum(axis=-1, keepdims=True) * total / factor * 2.0 ** (top - top // 2)
 
 
 def scale_edges(d: Draw) -> np.ndarray:
@@ -258,9 +266,9 @@ def all_bits(d: Draw) -> np.ndarray:
 FAMILIES: dict[str, Family] = {
     f.__name__: f
     for f in (
-        normal, integers, positive, ill_scaled, cancellation, one_hot, exact, powers, zeros, constant, two_valued,
-        few_valued, ascending, descending, sawtooth, tail_max, subnormal, subnormal_products, wide, near_overflow,
-        overflow, scale_edges, infinities, nans, all_bits,
+        normal, integers, positive, ill_scaled, cancellation, one_hot, exact, powers, zeros, zero_signs, constant,
+        two_valued, few_valued, ascending, descending, sawtooth, tail_max, subnormal, subnormal_products, wide,
+        near_overflow, overflow, scale_edges, infinities, nans, all_bits,
     )
 }
 
