@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import tomllib
 
 ROOT = Path(__file__).parents[1]
@@ -614,3 +615,15 @@ def test_table_names_known_faults_and_checks():
 
 if __name__ == "__main__":
     zygote()
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_weight_goes_home_bit_for_bit_even_a_lone_signalling_nan(lanes):
+    ids = torch.zeros(1, lanes, dtype=torch.int64)
+    place = ep_dispatch.Placement([], [], ids, source=torch.zeros(1, dtype=torch.int64), local_ids=ids,
+                                  slots=torch.arange(lanes)[None])
+    bits = torch.full((lanes,), 0x7F800001, dtype=torch.int32)
+    x = torch.zeros(lanes, 256, dtype=torch.bfloat16)
+    items = ep_combine.items_to_send(place, x, bits.view(torch.float32), 1, 1, expanded=True, multiple_reduction=True,
+                                     knobs=Knobs())
+    assert items.weights.view(torch.int32).tolist() == [[0x7F800001] * lanes]

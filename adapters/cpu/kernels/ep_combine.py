@@ -112,7 +112,9 @@ def items_to_send(
             slots = torch.where(slots < 0, len(x) - 1, slots)
         present = slots >= 0
         if weights is not None:
-            back[owned] = weights[place.slots[owned]]
+            # As integers: an assignment under a mask turns a single NaN into another one.
+            bits = back.view(torch.int32)
+            bits[owned] = weights.view(torch.int32)[place.slots[owned]]
         if scaled:
             x = (x.float() * weights[:, None]).bfloat16()
         if multiple_reduction:
