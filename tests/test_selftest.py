@@ -19,7 +19,7 @@ from conformance.selftest.command import main
 from conformance.selftest.journal import FILE, Journal
 from conformance.selftest.library import Row, injected, library, tabled
 from conformance.selftest.rules import OURS, Rules
-from conformance.selftest.trial import Caught, try_row
+from conformance.selftest.trial import MOST_CASES, Caught, interleaved, try_rows
 from references.expected import Exact, Within
 from references.formats import codec
 
@@ -51,12 +51,46 @@ def test_injected_faults_name_their_check() -> None:
     (Row("deepgemm", "any:one_element", GEMM, "values", ("numeric", "nonfinite"), inject="one_element"), "killed"),
 ], ids=lambda v: v if isinstance(v, str) else v.name)
 def test_outcomes(row: Row, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("conformance.selftest.trial.MOST_CASES", 4)
-    caught = try_row(row, "core", 0, 0)
+    monkeypatch.setattr("conformance.selftest.trial.MOST_CASES", {"fault": 4, "variant": 4})
+    (caught,) = try_rows([row], "core", 0)
     assert caught.outcome == outcome
     assert caught.good == (outcome in ("killed", "right"))
     assert caught.problems > 0
     assert bool(caught.case) == (outcome in ("killed", "false alarm"))
+
+
+def test_rows_tried_side_by_side_end_as_they_do_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conformance.selftest.trial.MOST_CASES", {"fault": 5, "variant": 3})
+    rows = [VARIANT, FAULT, replace(FAULT, name="passes", options=VARIANT.options),
+            replace(VARIANT, name="other", profile=(("subnormals", "flush"),))]
+
+    def told(caught: Caught) -> tuple[str, int, int, int, str]:
+        return caught.outcome, caught.cases, caught.problems, caught.comparisons, caught.case
+
+    together = {c.row.name: told(c) for c in try_rows(rows, "core", 3)}
+    monkeypatch.setattr("conformance.engine.recall.MOST_BYTES", 0)
+    monkeypatch.setattr("conformance.selftest.trial.RECALL.most_bytes", 0)
+    alone = {row.name: told(next(iter(try_rows([row], "core", 3)))) for row in rows}
+    assert together == alone
+    assert {name: t[:2] for name, t in together.items()} == {
+        "small_tiles": ("right", 3), "k_tail_dropped": ("killed", together["k_tail_dropped"][1]),
+        "passes": ("survived", 10), "other": ("right", 3)}
+
+
+def test_seeds_show_a_variant_one_case_after_the_other() -> None:
+    cases, n = list(range(50)), MOST_CASES["variant"]
+    first, second = (interleaved(cases, seed)[:n] for seed in (0, 1))
+    assert sorted(interleaved(cases, 3)) == cases
+    assert not set(first) & set(second)
+
+
+def test_other_rules_see_as_many_cases_of_a_fault_that_dies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conformance.selftest.trial.COMPARED_CASES", 2)
+    dead, right = try_rows([FAULT, replace(VARIANT, name="w")], "bringup", 0, compare=True)
+    assert (dead.outcome, right.outcome) == ("killed", "right")
+    assert dead.cases == 1
+    assert dead.rules.seen[OURS, "all"] >= right.rules.seen[OURS, "all"] > 0
+    assert dead.rules.rejected[OURS, "all"] > right.rules.rejected[OURS, "all"] == 0
 
 
 def attempt(observed: list[float], golden: list[float], family: str) -> Attempt:

@@ -18,6 +18,7 @@ from conformance.engine.example import Example, build, digests, place, start_cur
 from conformance.engine.executor import ArenaPool, Executor, Launcher, LostAtStart
 from conformance.engine.inline import InlineExecutor
 from conformance.engine.judge import Finding, Seen
+from conformance.engine.recall import Recall
 from conformance.model import Op, Problem
 from conformance.protocol import Description
 from conformance.results import Record
@@ -46,6 +47,8 @@ class Bench:
     """peaks of the device, looked up and measured before the first timed case"""
     unusable: Mapping[str, str] = field(default_factory=dict)
     """modules that doctor found unusable, with the reason: their cases are not run"""
+    recall: Recall | None = None
+    """keeps problems and the oracle's answers where many settings are tried on the same ones"""
 
 
 @dataclass
@@ -197,7 +200,10 @@ class Attempts:
                     self.care.lease.close()
 
     def example(self, problem: Problem, *, judged: bool, **kw: Any) -> Example:
-        return build(self.op, problem, self.bench.description.requirements, judged=judged, **kw)
+        needs, recall = self.bench.description.requirements, self.bench.recall
+        if recall is None or kw:
+            return build(self.op, problem, needs, judged=judged, **kw)
+        return recall.example(problem, judged, needs, lambda: build(self.op, problem, needs, judged=judged))
 
     def run(self, problem: Problem, *, fresh: bool = False, settle: bool = False, shrinking: bool = False,
             plan: Callable[[Attempts, Problem], list[Example]] | None = None,
@@ -271,13 +277,19 @@ class Attempts:
     def _ask_oracle(self, example: Example, out: Attempt) -> bool:
         try:
             with np.errstate(all="ignore"):
-                out.expected.append(self.op.oracle(example.problem, example.inputs, self.bench.profile))
+                out.expected.append(self._answer(example))
         except Exception as e:
             where = traceback.format_exc(limit=-3)
             text = f"the oracle raised {type(e).__name__}: {e}\n{where}"
             out.findings.append(Finding("error", "compare", None, text))
             return False
         return True
+
+    def _answer(self, example: Example) -> Mapping[Any, Expected]:
+        profile, recall = self.bench.profile, self.bench.recall
+        if recall is None:
+            return self.op.oracle(example.problem, example.inputs, profile)
+        return recall.answer(example, profile, lambda: self.op.oracle(example.problem, example.inputs, profile))
 
     def _judge(self, example: Example, outcome: Any, expected: Mapping[Any, Expected], out: Attempt) -> Seen:
         seen = observe.observe(example, outcome)

@@ -84,6 +84,8 @@ class Config:
     """repeat a failure alone, make it small and keep it; without, its first finding is told"""
     keep_outputs: bool = False
     """write what came back of every problem of check `values`, for another run to compare with"""
+    criteria: bool = True
+    """also tell what other people's criteria say of every problem"""
     reference_run: Path | None = None
     """a run directory with such outputs"""
     diagnose: Callable[..., Diagnosis | None] | None = None

@@ -183,6 +183,9 @@ def sentence(name: str, j: Judgement, codes: np.ndarray, fmt: str, figures: Mapp
         text = f"{name}{at} is {figures['observed']}"
         if "expected" in figures:
             text += f", expected {figures['expected']}"
+            if str(figures["observed"]) == str(figures["expected"]):
+                code = int(codec.bits(codes)[tuple(figures["index"])])
+                text += f" of another bit pattern than {code:#x}"
         ratio = figures.get("worst_ratio")
         if ratio and j.ratio is not None:
             text += " (no error is allowed here)" if ratio >= LARGEST_RATIO else f" (error {ratio:.3g} times its bound)"

@@ -120,7 +120,8 @@ class _CaseRun:
                 first = draw.explicit(self.drawn_case, config.seed)
                 record.draws_sha256 = draw.digest(first)
             else:
-                first, record.draws_sha256 = draw.first_chunk(self.drawn_case, config.seed)
+                first = self.chunk(0)
+                record.draws_sha256 = draw.digest(first)
         reason = self.support.reason if not self.support.supported else variant_limit(self.support, case.variant)
         if not reason and case.op.ranks not in (1, *config.bench.description.ranks):
             reason = f"needs {case.op.ranks} ranks; this backend forms groups of {config.bench.description.ranks}"
@@ -216,6 +217,11 @@ class _CaseRun:
         """The case whose problems are drawn: a relation or misuse draws those of its op's variant."""
         return relations.drawn_case(self.case)
 
+    def chunk(self, index: int) -> list[Problem]:
+        """Drawn problems, a chunk at a time."""
+        recall = self.config.bench.recall
+        return (recall.chunk if recall else draw.chunk)(self.drawn_case, self.config.seed, index)
+
     def problems(self, first: list[Problem]) -> Iterator[Problem]:
         if self.case.check == "rejects":
             return iter(first)
@@ -223,7 +229,7 @@ class _CaseRun:
             return iter(self.config.fixed.get(self.case.id, []))
         if not self.config.effort.drawn:
             return iter(first)
-        later = (draw.chunk(self.drawn_case, self.config.seed, i) for i in range(1, 64))
+        later = (self.chunk(i) for i in range(1, 64))
         return chain(self.across, draw.explicit(self.drawn_case, self.config.seed), first, chain.from_iterable(later))
 
     def attempt(self, problem: Problem, *, fresh: bool = False, settle: bool = False,
@@ -251,7 +257,8 @@ class _CaseRun:
                 self.record.vacuity = rejected_share(attempt.expected[1], attempt.seen[0])
         if self.case.check == "values":
             with self.clock.timed("compare"):
-                comparability.note(self.record, attempt, self.config.reference_run)
+                if self.config.criteria:
+                    comparability.note(self.record, attempt, self.config.reference_run)
             self.keep_outputs(attempt)
         for seen in attempt.seen[-1:]:
             for output, figures in seen.numerics.items():
@@ -339,8 +346,7 @@ class _CaseRun:
     def asked_of(self, small: Evidence, first: Evidence | None) -> tuple[list[Evidence], Further | None]:
         """The evidence of a failure, and more problems that the backend may be asked about."""
         more = [first] if first is not None and first.example.problem != small.example.problem else []
-        problems = [p for p in (*draw.first_chunk(self.drawn_case, self.config.seed)[0],
-                                *draw.explicit(self.drawn_case, self.config.seed))
+        problems = [p for p in (*self.chunk(0), *draw.explicit(self.drawn_case, self.config.seed))
                     if p != small.example.problem and not self.outside(p)
                     and self.config.effort.admits(self.case.op, p)]
         return [small, *more], further(self.config.bench, self.case.op, problems)

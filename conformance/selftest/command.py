@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from queue import Empty
+from typing import Any
 
 from conformance.catalogue.load import MODULES
 from conformance.collect import check_names
@@ -18,10 +21,14 @@ from conformance.results import EXIT_NONCONFORMING
 from conformance.selftest.journal import Journal
 from conformance.selftest.library import Row, library
 from conformance.selftest.report import text, write, wrong_ones
-from conformance.selftest.trial import Caught, try_row
+from conformance.selftest.trial import Caught, try_rows
 
 PARTS = ("tabled", "injected", "apart")
-TELL_EVERY_S = 20.0
+TELL_EVERY_S, WAIT_S = 20.0, 0.2
+MOST_ROWS = 24
+"""rows of an op that one process tries side by side"""
+FAULTS_A_VARIANT = 8
+"""faults that take about as long as one correct variant"""
 
 
 def main(argv: list[str]) -> int:
@@ -55,22 +62,53 @@ def main(argv: list[str]) -> int:
 
 def run_rows(rows: Sequence[Row], seeds: Sequence[int], processes: int, level: str, compare: bool,
              journal: Journal) -> list[Caught]:
-    """Try every row with every seed, side by side, telling at once of each that is not as it must be."""
+    """Try every row with every seed, ops side by side, telling at once of each that is not as it must be."""
     context = multiprocessing.get_context("spawn")
-    tasks = [(row, seed, i) for seed in seeds for i, row in enumerate(rows)]
-    done = journal.done([(row, seed) for row, seed, _ in tasks])
+    tasks = [(row, seed) for seed in seeds for row in rows]
+    place = {task: n for n, task in enumerate(tasks)}
+    done = journal.done(tasks)
     started = told = time.monotonic()
     before = len(done)
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=die_with_parent) as pool:
-        futures = {pool.submit(try_row, row, level, seed, turn + seed, compare and seed == seeds[0]): n
-                   for n, (row, seed, turn) in enumerate(tasks) if n not in done}
-        for f in as_completed(futures):
-            caught = done[futures[f]] = f.result()
-            journal.note(caught)
-            for line in wrong_ones([caught]):
-                print(line, flush=True)
-            if time.monotonic() - told > TELL_EVERY_S:
+    queue = context.Queue()
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(queue,)) as pool:
+        running = {pool.submit(_try_rows, part, level, seed, compare and seed == seeds[0])
+                   for seed, part in batches([t for n, t in enumerate(tasks) if n not in done])}
+        while running or not queue.empty():
+            with contextlib.suppress(Empty):
+                caught = queue.get(timeout=WAIT_S)
+                done[place[caught.row, caught.seed]] = caught
+                journal.note(caught)
+                for line in wrong_ones([caught]):
+                    print(line, flush=True)
+            for f in [f for f in running if f.done()]:
+                f.result()
+                running.remove(f)
+            if time.monotonic() - told > TELL_EVERY_S and len(done) > before:
                 told = time.monotonic()
                 left = (told - started) / (len(done) - before) * (len(tasks) - len(done))
                 print(f"{len(done)}/{len(tasks)} rows, {left / 60:.0f} min left", flush=True)
     return [done[n] for n in sorted(done)]
+
+
+def batches(tasks: Sequence[tuple[Row, int]]) -> list[tuple[int, list[Row]]]:
+    """Rows of one op at one seed together, those that take longest first: a variant has to pass everything."""
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row, seed in tasks:
+        groups.setdefault((seed, row.op), []).append(row)
+    parts = [(seed, rows[i::-(-len(rows) // MOST_ROWS)]) for (seed, _), rows in groups.items()
+             for i in range(-(-len(rows) // MOST_ROWS))]
+    return sorted(parts, key=lambda part: (part[0], -sum(1 if r.fault else FAULTS_A_VARIANT for r in part[1])))
+
+
+_TOLD: Any = None
+
+
+def _begin(queue: Any) -> None:
+    global _TOLD
+    die_with_parent()
+    _TOLD = queue
+
+
+def _try_rows(rows: list[Row], level: str, seed: int, compare: bool) -> None:
+    for caught in try_rows(rows, level, seed, compare=compare):
+        _TOLD.put(caught)

@@ -1,4 +1,4 @@
-"""One row of the library tried: the engine runs its cases until one of them fails, or all have passed.
+"""Rows of the library tried: the engine runs their cases until one of them fails, or enough have passed.
 
 A fault counts as killed when a case ends nonconforming with a reason that the row names; of faults planted by the
 engine the evidence must stand too. A correct variant is right when every case passes.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,16 +22,21 @@ from conformance.bench import bench_of
 from conformance.collect import cases_at
 from conformance.engine.attempt import Attempt, Bench
 from conformance.engine.effort import EFFORTS, Config
+from conformance.engine.recall import Recall
 from conformance.engine.run import run_case
 from conformance.model import Case
 from conformance.results import Record
 from conformance.selftest.library import ANY, Row
 from conformance.selftest.rules import Rules
 
-MOST_CASES = 60
-"""cases tried for one fault, twice as many as for one correct variant"""
-COMPARED_CASES = 12
-"""cases that other rules see of each row, and ours beside them, without an end at the first failure"""
+MOST_CASES = {"fault": 60, "variant": 6}
+"""cases tried for a row; of a correct variant other ones at each seed"""
+VARIANT_S = 10.0
+"""of one variant, after which no other case begins: what models a chip bit by bit is slow"""
+FEW = 5
+"""problems of every case that a fault meets before it meets all of any: what it needs may be a setting, or a size"""
+COMPARED_CASES, COMPARED = 12, 8
+"""cases and problems of each that other rules see of each row, and ours beside them, without an end at a failure"""
 HANG_TIMEOUT_S = 3.0
 CONFORMING = ("pass", "unsupported")
 
@@ -63,78 +67,117 @@ class Caught:
 
 
 def interleaved(cases: list[Case], turn: int) -> list[Case]:
-    """All cases in long steps, from a place that differs from row to row, so that variants are spread."""
+    """All cases in long steps, from a place that differs from turn to turn, so that variants are spread."""
     n = len(cases)
     step = next((s for s in range(n * 5 // 8, n) if math.gcd(s, n) == 1), 1)
-    return [cases[(turn * 7 + i * step) % n] for i in range(n)]
+    return [cases[(turn * MOST_CASES["variant"] + i) * step % n] for i in range(n)]
 
 
 _BENCH: dict[str, Bench] = {}
+RECALL = Recall()
+"""of this process: rows of an op are tried on the same problems, one case after the other"""
 
 
 def bench(backend: str) -> Bench:
     """This process's bench on a backend, started once: settings and faults are given at each fork."""
     if backend not in _BENCH:
         stack = contextlib.ExitStack()
-        _BENCH[backend] = stack.enter_context(bench_of(backend, {}))
+        _BENCH[backend] = replace(stack.enter_context(bench_of(backend, {})), recall=RECALL)
         atexit.register(stack.close)
     return _BENCH[backend]
 
 
-def cases_of(row: Row, level: str) -> list[Case]:
-    """The cases that may kill a fault: those of its check; for a correct variant all of its op."""
-    mine = (c for c in cases_at(level, (row.module,)) if c.op.name == row.op)
-    return [c for c in mine if (c.check == row.check or not row.fault) and not waivers.is_known(c.id)]
-
-
-def configured(row: Row, level: str, seed: int, folder: Path, watch: Callable[[Attempt], None] | None = None) -> Config:
-    """A run of single cases on the backend with the row's settings."""
+def configured(row: Row, level: str, seed: int, folder: Path, *, few: int | None = None,
+               watch: Callable[[Attempt], None] | None = None) -> Config:
+    """A run of single cases on the backend with the row's settings; `few`: problems a case, fewer than the level's."""
     base = bench(row.backend)
     limit = HANG_TIMEOUT_S if row.inject == "hang" else base.case_timeout_s
     mine = replace(base, profile={**base.profile, **dict(row.profile)}, case_timeout_s=limit)
     for launcher in (mine.launcher, mine.debug_launcher):
         launcher.options, launcher.inject = dict(row.options), row.inject
-    return Config(mine, replace(EFFORTS[level], shrink_s=0.0), seed, folder, row.backend, confirm=bool(row.inject),
-                  watch=watch)
+    usual = EFFORTS[level]
+    effort = replace(usual, shrink_s=0.0).with_examples(few and min(few, usual.examples))
+    return Config(mine, effort, seed, folder, row.backend, confirm=bool(row.inject), watch=watch, criteria=False)
 
 
-def try_row(row: Row, level: str, seed: int, turn: int, compare: bool = False) -> Caught:
-    """Run the row's cases until it is caught; many of them for a correct variant."""
-    started = time.monotonic()
-    tried, problems, comparisons, kept = 0, 0, 0, True
-    killer: Record | None = None
-    seen: Counter[str] = Counter()
-    cases = interleaved(cases_of(row, level), turn)
-    with TemporaryDirectory(prefix="selftest-") as folder:
-        config = configured(row, level, seed, Path(folder))
-        for case in itertools.islice(cases, MOST_CASES if row.fault else MOST_CASES // 2):
-            record = run_case(case, config)
-            tried += 1
-            problems += record.examples.get("executed", 0)
-            comparisons += sum(int(n.get("elements", 0)) for n in record.numerics.values())
-            if record.status in CONFORMING:
-                continue
-            seen[record.reason or record.status] += 1
-            if not row.fault or row.reasons == ANY or {record.status, record.reason} & set(row.reasons):
-                killer = record
-                kept = not row.inject or _stands(Path(folder), record)
+class Trial:
+    """One row under way: it meets case after case until it is caught, or has seen enough."""
+
+    def __init__(self, row: Row, level: str, seed: int, *, compare: bool = False) -> None:
+        self.row, self.level, self.seed = row, level, seed
+        self.cases, self.problems, self.comparisons, self.seconds, self.kept = 0, 0, 0, 0.0, True
+        self.killer: Record | None = None
+        self.seen: Counter[str] = Counter()
+        self.rules = Rules()
+        self.to_compare = COMPARED_CASES if compare and row.check == "values" and not row.inject else 0
+        self.left = self.most
+
+    @property
+    def most(self) -> int:
+        """Cases in one pass."""
+        return MOST_CASES["fault" if self.row.fault else "variant"]
+
+    @property
+    def tries(self) -> bool:
+        """Whether more cases of this pass are wanted."""
+        late = not self.row.fault and self.seconds > VARIANT_S
+        return self.killer is None and self.left > 0 and not late
+
+    def meet(self, case: Case, *, few: bool) -> None:
+        """Try one case, in part or whole, if it can tell anything new; let other rules look at its problems."""
+        begun = time.monotonic()
+        mine = case.check == self.row.check or not self.row.fault
+        with TemporaryDirectory(prefix="selftest-") as folder:
+            if self.to_compare and case.check == "values":
+                self.to_compare -= 1
+                run_case(case, configured(self.row, self.level, self.seed, Path(folder), few=COMPARED,
+                                          watch=self.rules.look))
+            if mine and self.tries:
+                self.left -= 1
+                self._try(case, Path(folder), FEW if few else None)
+        self.seconds += time.monotonic() - begun
+
+    def _try(self, case: Case, folder: Path, few: int | None) -> None:
+        row, record = self.row, run_case(case, configured(self.row, self.level, self.seed, folder, few=few))
+        self.cases += 1
+        self.problems += record.examples.get("executed", 0)
+        self.comparisons += sum(int(n.get("elements", 0)) for n in record.numerics.values())
+        if record.status in CONFORMING:
+            return
+        self.seen[record.reason or record.status] += 1
+        if not row.fault or row.reasons == ANY or {record.status, record.reason} & set(row.reasons):
+            self.killer = record
+            self.kept = not row.inject or _stands(folder, record)
+
+    def caught(self) -> Caught:
+        """What came of it."""
+        killer = self.killer
+        return Caught(self.row, self.seed, _outcome(self.row, killer, self.kept, self.seen, self.problems), self.cases,
+                      self.problems, self.comparisons, self.seconds, ", ".join(self.seen), killer.id if killer else "",
+                      _margin(killer), killer.message if killer else "", self.rules)
+
+
+def try_rows(rows: Sequence[Row], level: str, seed: int, *, compare: bool = False) -> Iterator[Caught]:
+    """Try rows of one op side by side, a case at a time: what a problem is and must give is worked out once for all.
+
+    Each is told of as it ends. A fault meets a few problems of all cases first, then all of them.
+    """
+    trials = [Trial(row, level, seed, compare=compare) for row in rows]
+    (op,) = {row.op for row in rows}
+    cases = [c for c in cases_at(level, (rows[0].module,)) if c.op.name == op and not waivers.is_known(c.id)]
+    for few in (True, False):
+        for case in interleaved(cases, seed):
+            for trial in trials:
+                trial.meet(case, few=few and trial.row.fault)
+            RECALL.forget()
+            ended = [t for t in trials if not t.to_compare and not t.tries and (t.killer or not t.row.fault or not few)]
+            yield from (t.caught() for t in ended)
+            trials = [t for t in trials if t not in ended]
+            if not any(t.tries or t.to_compare for t in trials):
                 break
-    return Caught(row, seed, _outcome(row, killer, kept, seen, problems), tried, problems, comparisons,
-                  time.monotonic() - started, ", ".join(seen), killer.id if killer else "", _margin(killer),
-                  killer.message if killer else "", compared(row, level, seed, turn) if compare else Rules())
-
-
-def compared(row: Row, level: str, seed: int, turn: int) -> Rules:
-    """What other rules say of a fixed set of this row's problems, and ours of the same."""
-    rules = Rules()
-    if row.check != "values" or row.inject:
-        return rules
-    cases = [c for c in interleaved(cases_of(row, level), turn) if c.check == "values"]
-    with TemporaryDirectory(prefix="selftest-") as folder:
-        config = configured(row, level, seed, Path(folder), rules.look)
-        for case in itertools.islice(cases, COMPARED_CASES):
-            run_case(case, config)
-    return rules
+        for trial in trials:
+            trial.to_compare, trial.left = 0, trial.most if trial.row.fault else 0
+    yield from (t.caught() for t in trials)
 
 
 def _outcome(row: Row, killer: Record | None, kept: bool, seen: Counter[str], problems: int) -> str:
