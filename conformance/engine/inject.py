@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from conformance.protocol import Backend
 
 
@@ -65,7 +67,7 @@ class Injected:
             raise ValueError(msg)
         self.backend, self.name, self.calls, self.refused = backend, name, 0, False
         self.last: dict[tuple[str, int], bytes] = {}
-        self.hoard: list[bytearray] = []
+        self.hoard: list[np.ndarray] = []
         self.fill = 0xA5
         """what stands in memory that a callee allocates and does not write"""
 
@@ -143,8 +145,10 @@ def _raise(self: Injected) -> None:
 
 
 def _allocate(self: Injected) -> None:
-    while True:
-        self.hoard.append(bytearray(64 << 20))
+    nbytes = 64 << 20
+    while True:  # never touched, and twice as much each time: a limit is met before memory is
+        self.hoard.append(np.empty(nbytes, np.uint8))
+        nbytes *= 2
 
 
 def _dead(self: Injected) -> None:

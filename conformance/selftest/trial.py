@@ -29,12 +29,12 @@ from conformance.results import Record
 from conformance.selftest.library import ANY, Row
 from conformance.selftest.rules import Rules
 
-MOST_CASES = {"fault": 60, "variant": 6}
-"""cases tried for a row; of a correct variant other ones at each seed"""
-VARIANT_S = 10.0
+FEW = 3
+"""problems of every case that a fault meets first, for what it needs may be a setting"""
+MOST_CASES = {"fault": 60, "variant": 3}
+"""cases that a row meets whole; a fault after those few, a correct variant other ones at each seed"""
+VARIANT_S = 5.0
 """of one variant, after which no other case begins: what models a chip bit by bit is slow"""
-FEW = 5
-"""problems of every case that a fault meets before it meets all of any: what it needs may be a setting, or a size"""
 COMPARED_CASES, COMPARED = 12, 8
 """cases and problems of each that other rules see of each row, and ours beside them, without an end at a failure"""
 HANG_TIMEOUT_S = 3.0
@@ -110,12 +110,8 @@ class Trial:
         self.seen: Counter[str] = Counter()
         self.rules = Rules()
         self.to_compare = COMPARED_CASES if compare and row.check == "values" and not row.inject else 0
-        self.left = self.most
-
-    @property
-    def most(self) -> int:
-        """Cases in one pass."""
-        return MOST_CASES["fault" if self.row.fault else "variant"]
+        self.left: float = math.inf if row.fault else MOST_CASES["variant"]
+        """cases that are still to be met in this pass"""
 
     @property
     def tries(self) -> bool:
@@ -160,7 +156,7 @@ class Trial:
 def try_rows(rows: Sequence[Row], level: str, seed: int, *, compare: bool = False) -> Iterator[Caught]:
     """Try rows of one op side by side, a case at a time: what a problem is and must give is worked out once for all.
 
-    Each is told of as it ends. A fault meets a few problems of all cases first, then all of them.
+    Each is told of as it ends. A fault meets a few problems of all cases first, then all of many.
     """
     trials = [Trial(row, level, seed, compare=compare) for row in rows]
     (op,) = {row.op for row in rows}
@@ -176,7 +172,7 @@ def try_rows(rows: Sequence[Row], level: str, seed: int, *, compare: bool = Fals
             if not any(t.tries or t.to_compare for t in trials):
                 break
         for trial in trials:
-            trial.to_compare, trial.left = 0, trial.most if trial.row.fault else 0
+            trial.to_compare, trial.left = 0, MOST_CASES["fault"] if trial.row.fault else 0
     yield from (t.caught() for t in trials)
 
 
