@@ -37,6 +37,8 @@ class Typical:
     rms: limit of the root mean square in units of deviation for an infinite number of elements.
     factor_deviation: standard deviation of <error, value> / <value, value>; None where errors are independent of
         each other, which gives it from `deviation`.
+    least_factor: what the common factor may lie off 1 by, whatever the deviations and the drift; 0 where the drift
+        holds all that functions may err by in one direction.
     rows: limits of the root mean square of single rows along the last axis, in units of deviation, of the output's
         shape without it; None: the blocks of 16 x 16 are looked at instead.
     """
@@ -46,6 +48,7 @@ class Typical:
     rms: float = STATISTICS["gemm_rms"].value
     factor_deviation: float | None = None
     rows: Array | None = None
+    least_factor: float = LEAST_FACTOR
 
     def shaped(self, shape: tuple[int, ...]) -> Typical:
         """The same of an output whose leading axes are cut otherwise."""
@@ -114,7 +117,7 @@ class Typical:
         if spread is None:
             spread = float(np.sqrt(((np.where(mask, self.deviation, 0.0) / scale * known) ** 2).sum())) / power
         steady = float((np.where(mask, drift, 0.0) / scale * np.abs(known)).sum()) / power
-        yield ("factor", abs(factor), limit := SIGMAS * spread + steady + LEAST_FACTOR, (
+        yield ("factor", abs(factor), limit := SIGMAS * spread + steady + self.least_factor, (
             f"all results together are {1 + factor:.6g} times what they should be; a correct kernel stays within "
             f"{limit:.2g} of 1"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -384,7 +385,7 @@ class Norm:
     """One RMSNorm problem, its oracle and plain fp32 ways to compute it."""
 
     def __init__(self, seed: int, fmt: str, shape: tuple[int, ...], residual: bool = False, weight: bool = True,
-                 size: float = 1.0, eps: float = 1e-6, out_scale: float = 0.7) -> None:
+                 size: float = 1.0, eps: float = 1e-6, out_scale: float = 0.7, family: str = "") -> None:
         rng = np.random.default_rng(seed)
         self.fmt, self.eps, self.out_scale = fmt, eps, out_scale
         self.x = (drawn(rng, "fp32", *shape) * size).to(STORED[fmt])
@@ -393,7 +394,8 @@ class Norm:
         given = {"x": self.x, "residual": self.residual, "weight": self.weight}
         arrays = {name: codes_of(t) for name, t in given.items() if t is not None}
         values = {"eps": eps, "out_scale": out_scale, "with_rstd": True}
-        self.want = norm_forward(problem(**values), Inputs(arrays, dict.fromkeys(arrays, fmt)), STRICT)
+        asked = replace(problem(**values), family=family)
+        self.want = norm_forward(asked, Inputs(arrays, dict.fromkeys(arrays, fmt)), STRICT)
 
     def run(self, add: Any, scale_first: bool = True) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         r = self.x if self.residual is None else self.x + self.residual
@@ -442,6 +444,33 @@ def test_norm_faults_are_rejected(fmt: str) -> None:
         for i in ((0, 0), (5, 255), (2, 100)):
             bad = norm.want["out"].judge(with_one_outside(norm.want["out"], good[0], i, fmt), fmt).bad
             assert bad.sum() == bad[i] == 1
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
+@pytest.mark.parametrize("add", SUMS)
+def test_norm_of_random_rows_passes_together(fmt: str, add: str) -> None:
+    for seed, (tokens, h) in enumerate(((1, 16), (130, 16), (40, 96), (1, 8192), (8, 4096), (32, 1024), (4, 8192))):
+        for more in range(4):
+            norm = Norm(10 * seed + more, fmt, (tokens, h), residual=bool(more % 2), family="normal")
+            for first in (True, False):
+                out = norm.run(SUMS[add], scale_first=first)[0]
+                judged = norm.want["out"].judge(out, fmt)
+                assert judged.ok, f"{tokens} x {h}, seed {more}: {judged.note}"
+                assert "factor" in judged.figures
+
+
+@pytest.mark.parametrize(("fmt", "h", "factor"), [
+    ("bf16", 4096, 4096 / 4095), ("fp32", 4096, 4096 / 4095), ("fp32", 8192, 8192 / 8191), ("bf16", 8192, 1.0004),
+    ("fp32", 1024, 1.00005)])
+def test_norm_of_random_rows_shows_what_each_element_hides(fmt: str, h: int, factor: float) -> None:
+    """Mean squares that are a little too large: inside the bound of every element."""
+    for seed in range(5):
+        norm = Norm(seed, fmt, (8, h), family="normal")
+        out = norm.run(lambda sq: sq.sum(-1) * np.float32(factor))[0]
+        judged = norm.want["out"].judge(out, fmt)
+        assert replace(norm.want["out"], typical=None).judge(out, fmt).ok
+        assert judged.by_chance
+        assert judged.figures["factor"] > 1e-5
 
 
 def test_norm_special_rows() -> None:

@@ -112,6 +112,8 @@ STATISTICS: dict[str, Limit] = {
     "sigmas": Limit(6.0, "standard deviations of a mean or a common factor: one tensor in 5e8 by chance (normal tail)"),
     "least_factor": Limit(2.0**-13, "room for fp32 functions with errors of one sign, OpenCL relaxed exp at |x| = 200"),
     "accumulation": Limit(0.3, f"share of gamma_k u |A||B| that a sum of random terms spends; {_MODELS}: 0.31 at most"),
+    "squares": Limit(0.1, "share of gamma_n that a sum of squares of random numbers spends one way: one row of "
+                          "64 after the other 0.094 at most, the mean of 64 rows 0.034, in lanes or blocks 0.05"),
     "extra": Limit(1 / 3, "of an error bounded by what chance exceeds with 2 exp(-18): a third is one deviation"),
     "other": Limit(1 / 6, "of a largest error of six standard deviations: one"),
     "weight_rounding": Limit(0.43, "root mean square of the relative error of rounding log-uniform numbers, in u: "

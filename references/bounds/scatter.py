@@ -35,6 +35,19 @@ def scatter(value: ArrayLike, accumulation: ArrayLike, extra: ArrayLike, out: st
     return Typical(deviation, ACCUMULATION * np.asarray(accumulation) + np.asarray(extra))
 
 
+def product_scatter(value: ArrayLike, common: ArrayLike, each: ArrayLike, out: str) -> Typical:
+    """Of products that share a factor with errors of one direction, rounded to `out` once.
+
+    value: float64 of the output's shape. common: relative error of the shared factor; each: largest relative error of
+    the operations on single elements, whose roundings are independent but whose functions may err in one direction.
+    Both broadcast to value. No common factor beyond these is allowed.
+    """
+    value = np.abs(np.asarray(value, np.float64))
+    drift = (np.asarray(common) + np.asarray(each)) * value
+    deviation = np.sqrt((rounding(value, out) ** 2 + (np.asarray(each) * value) ** 2) / 3 + (common * value) ** 2)
+    return Typical(deviation, drift, least_factor=0.0)
+
+
 @dataclass(frozen=True)
 class AttentionScatter:
     """Of one token's heads: what `attention_typical` needs of it.

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from references.bounds.basic import gamma, rounded
-from references.bounds.constants import U32
+from references.bounds.constants import RANDOM_FAMILIES, STATISTICS, U32
+from references.bounds.scatter import product_scatter
 from references.expected import Array, Exact, Expected, Inputs, Problem, Within
 from references.formats import codec
 from references.tilekernels.arguments import argument, underflow
+from references.typical import Typical
 
 _SUM_ROUNDINGS = 4
 """of mean(r**2) + eps beside the n of the sum: 1 / H and its product, eps and its sum"""
@@ -47,7 +49,8 @@ def norm_forward(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -
         total = np.square(r).sum(axis=-1)
         mean = total / n + eps
         rstd = 1 / np.sqrt(mean)
-        relative = (1 - gamma(n + _SUM_ROUNDINGS, U32)) ** -0.5 - 1 + gamma(_RSQRT, U32) + tiny / mean
+        summed = (1 - gamma(n + _SUM_ROUNDINGS, U32)) ** -0.5 - 1
+        relative = summed + gamma(_RSQRT, U32) + tiny / mean
         overflows = np.isfinite(r).all(axis=-1) & (total * (1 + gamma(n, U32)) >= codec.overflow_threshold("fp32"))
         free = overflows | (relative > _HOPELESS)
         weight = (inputs.real("weight") if "weight" in inputs else 1.0) * out_scale
@@ -55,8 +58,13 @@ def norm_forward(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -
         each = relative[..., None] + gamma(_SCALE_ROUNDINGS, U32)
         error = each * np.abs(y) + tiny * (np.abs(r * rstd[..., None]) + np.abs(weight) + 1)
         bound = error if fmt == "fp32" else rounded(y, error, fmt)
+        typical = None
+        if getattr(problem, "family", "") in RANDOM_FAMILIES:
+            common = STATISTICS["squares"].value * summed + tiny / mean
+            typical = product_scatter(np.where(free[..., None], 0.0, y), np.where(free, 0.0, common)[..., None],
+                                      gamma(_RSQRT + _SCALE_ROUNDINGS, U32), fmt)
     expected: dict[Any, Expected] = {
-        "out": _within(y, bound, np.broadcast_to(free[..., None], y.shape)),
+        "out": _within(y, bound, np.broadcast_to(free[..., None], y.shape), typical),
         "norm_input": Exact(codes),
     }
     if argument(problem, "with_rstd", False):
@@ -64,5 +72,5 @@ def norm_forward(problem: Problem, inputs: Inputs, profile: Mapping[str, Any]) -
     return expected
 
 
-def _within(value: Array, bound: Array, free: Array) -> Within:
-    return Within(np.where(free, 0.0, value), np.where(free, 0.0, bound), free if free.any() else None)
+def _within(value: Array, bound: Array, free: Array, typical: Typical | None = None) -> Within:
+    return Within(np.where(free, 0.0, value), np.where(free, 0.0, bound), free if free.any() else None, typical)

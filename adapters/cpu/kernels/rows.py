@@ -28,6 +28,7 @@ FAULTS = {
     "ignore_residual": "the residual is not added",
     "raw_residual": "the norm is taken of the sum before it is rounded to the input format",
     "n_minus_one": "the mean square divides by one less than the row length",
+    "n_minus_one_from_4096": "the mean square of rows of 4096 and more divides by one less than the row length",
     "slack_written": "each output row is stored one element too far where the row pitch leaves room",
     "swapped_pairs": "the pair layout is the other one: neighbours for halves and halves for neighbours",
     "ignore_conjugate": "the rotation always goes forward",
@@ -64,7 +65,8 @@ def rms_norm(
     if out_scale != 1.0 and knobs.fault != "ignore_out_scale":
         factor = factor * out_scale
     splits = walk(h, knobs.tile_k, knobs)
-    count = h - 1 if knobs.fault == "n_minus_one" else h
+    less = knobs.fault == "n_minus_one" or (knobs.fault == "n_minus_one_from_4096" and h >= 4096)
+    count = h - 1 if less else h
     for rows in tile_io.row_tiles(t, knobs):
         r = tile_io.load(x[rows], knobs)
         if residual is not None:
