@@ -12,9 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any
-
-import numpy as np
 
 from conformance.protocol import Backend
 
@@ -67,7 +66,7 @@ class Injected:
             raise ValueError(msg)
         self.backend, self.name, self.calls, self.refused = backend, name, 0, False
         self.last: dict[tuple[str, int], bytes] = {}
-        self.hoard: list[np.ndarray] = []
+        self.hoard: list[mmap] = []
         self.fill = 0xA5
         """what stands in memory that a callee allocates and does not write"""
 
@@ -146,9 +145,12 @@ def _raise(self: Injected) -> None:
 
 def _allocate(self: Injected) -> None:
     nbytes = 64 << 20
-    while True:  # never touched, and twice as much each time: a limit is met before memory is
-        self.hoard.append(np.empty(nbytes, np.uint8))
-        nbytes *= 2
+    try:
+        while True:  # never touched, and twice as much each time: a limit is met before memory is
+            self.hoard.append(mmap(-1, nbytes))
+            nbytes *= 2
+    except OSError as e:
+        raise MemoryError(str(e)) from e
 
 
 def _dead(self: Injected) -> None:

@@ -31,7 +31,7 @@ from conformance.selftest.rules import Rules
 
 FEW = 3
 """problems of every case that a fault meets first, for what it needs may be a setting"""
-MOST_CASES = {"fault": 60, "variant": 3}
+MOST_CASES = {"fault": 24, "variant": 3}
 """cases that a row meets whole; a fault after those few, a correct variant other ones at each seed"""
 VARIANT_S = 5.0
 """of one variant, after which no other case begins: what models a chip bit by bit is slow"""
