@@ -60,6 +60,7 @@ NORM_FORWARD = Op(
     returns=(Returned("out", From("x"), rows, row_align=1, same_as="out"),
              Returned("rstd", "fp32", lead, when=When(with_rstd="yes")),
              Returned("norm_input", From("x"), rows, same_as=norm_input)),
+    everywhere=({"h": 4096, "t": 8},),
     families=ROW_FAMILIES,
     oracle=norm.norm_forward,
     cost=lambda p: Cost(flops=5 * tokens(p) * p.h,

@@ -21,16 +21,16 @@ Answer = Mapping[Any, Expected]
 
 
 class Recall:
-    """Drawn problems, their arrays and the oracle's answers, kept until `forget`. Kept arrays can't be written to."""
+    """Drawn problems; their arrays and the oracle's answers, kept until `forget`. Kept arrays can't be written to."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
+        self._chunks: dict[Any, list[Problem]] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Let go of everything."""
+        """Let go of all arrays. Drawn problems stay: they are small."""
         self.kept_bytes = 0
-        self._chunks: dict[Any, list[Problem]] = {}
         self._examples: dict[str, Example] = {}
         self._answers: dict[tuple[int, str], Answer] = {}
 

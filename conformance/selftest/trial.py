@@ -30,10 +30,13 @@ from conformance.selftest.library import ANY, Row
 from conformance.selftest.rules import Rules
 
 FEW = 3
-"""problems of every case that a fault meets first, for what it needs may be a setting"""
-MOST_CASES = {"fault": 24, "variant": 3}
-"""cases that a row meets whole; a fault after those few, a correct variant other ones at each seed"""
-VARIANT_S = 5.0
+"""problems of a case that a fault meets where it does not meet all of them"""
+PASSES = ((0, 24, True), (0, 12, False), (24, math.inf, True), (12, 24, False))
+"""the cases that a fault meets: from, to, and whether only `FEW` problems of each: what it needs may be a setting, or a
+size or family that comes late"""
+VARIANT_CASES = 3
+"""that a correct variant meets whole, other ones at each seed"""
+VARIANT_S = 4.0
 """of one variant, after which no other case begins: what models a chip bit by bit is slow"""
 COMPARED_CASES, COMPARED = 12, 8
 """cases and problems of each that other rules see of each row, and ours beside them, without an end at a failure"""
@@ -70,7 +73,7 @@ def interleaved(cases: list[Case], turn: int) -> list[Case]:
     """All cases in long steps, from a place that differs from turn to turn, so that variants are spread."""
     n = len(cases)
     step = next((s for s in range(n * 5 // 8, n) if math.gcd(s, n) == 1), 1)
-    return [cases[(turn * MOST_CASES["variant"] + i) * step % n] for i in range(n)]
+    return [cases[(turn * VARIANT_CASES + i) * step % n] for i in range(n)]
 
 
 _BENCH: dict[str, Bench] = {}
@@ -109,20 +112,28 @@ class Trial:
         self.killer: Record | None = None
         self.seen: Counter[str] = Counter()
         self.rules = Rules()
+        self.places: dict[str, int] = {}
+        """of the cases, in the order in which they come"""
         self.to_compare = COMPARED_CASES if compare and row.check == "values" and not row.inject else 0
-        self.left: float = math.inf if row.fault else MOST_CASES["variant"]
-        """cases that are still to be met in this pass"""
+        self.left: float = math.inf if row.fault else VARIANT_CASES
+        """cases that are still to be met"""
 
     @property
     def tries(self) -> bool:
-        """Whether more cases of this pass are wanted."""
+        """Whether more cases are wanted."""
         late = not self.row.fault and self.seconds > VARIANT_S
         return self.killer is None and self.left > 0 and not late
 
-    def meet(self, case: Case, *, few: bool) -> None:
-        """Try one case, in part or whole, if it can tell anything new; let other rules look at its problems."""
+    def order(self, cases: list[Case]) -> None:
+        """Take the cases that can tell something: for a fault those of its check."""
+        mine = [c.id for c in cases if c.check == self.row.check or not self.row.fault]
+        self.places = {case: n for n, case in enumerate(mine)}
+
+    def meet(self, case: Case, first: int, last: float, *, few: bool) -> None:
+        """Try a case that is among the first .. last of this row, in part or whole; other rules look at any."""
         begun = time.monotonic()
-        mine = case.check == self.row.check or not self.row.fault
+        mine = first <= self.places.get(case.id, -1) < last
+        few = few and self.row.fault
         with TemporaryDirectory(prefix="selftest-") as folder:
             if self.to_compare and case.check == "values":
                 self.to_compare -= 1
@@ -156,23 +167,26 @@ class Trial:
 def try_rows(rows: Sequence[Row], level: str, seed: int, *, compare: bool = False) -> Iterator[Caught]:
     """Try rows of one op side by side, a case at a time: what a problem is and must give is worked out once for all.
 
-    Each is told of as it ends. A fault meets a few problems of all cases first, then all of many.
+    Each is told of as it ends.
     """
     trials = [Trial(row, level, seed, compare=compare) for row in rows]
     (op,) = {row.op for row in rows}
     cases = [c for c in cases_at(level, (rows[0].module,)) if c.op.name == op and not waivers.is_known(c.id)]
-    for few in (True, False):
-        for case in interleaved(cases, seed):
+    cases = interleaved(cases, seed)
+    for trial in trials:
+        trial.order(cases)
+    for first, last, few in PASSES:
+        for case in cases:
             for trial in trials:
-                trial.meet(case, few=few and trial.row.fault)
+                trial.meet(case, first, last, few=few)
             RECALL.forget()
-            ended = [t for t in trials if not t.to_compare and not t.tries and (t.killer or not t.row.fault or not few)]
+            ended = [t for t in trials if not t.to_compare and not t.tries]
             yield from (t.caught() for t in ended)
             trials = [t for t in trials if t not in ended]
-            if not any(t.tries or t.to_compare for t in trials):
-                break
+            if not trials:
+                return
         for trial in trials:
-            trial.to_compare, trial.left = 0, MOST_CASES["fault"] if trial.row.fault else 0
+            trial.to_compare = 0
     yield from (t.caught() for t in trials)
 
 
