@@ -19,7 +19,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tomllib
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,9 +29,10 @@ from adapters.cpu import deepep  # noqa: E402
 from adapters.cpu.deepep import Adapter  # noqa: E402
 from adapters.cpu.kernels import ep_combine, ep_dispatch  # noqa: E402
 from adapters.cpu.kernels.knobs import Knobs  # noqa: E402
+from conformance.catalogue.load import read_toml  # noqa: E402
 from conformance.protocol import Group  # noqa: E402
 
-TABLE = tomllib.loads((ROOT / "cases/deepep/faults.toml").read_text())
+TABLE = read_toml(ROOT / "cases/deepep/faults.toml")
 COUNTS = ["psum_num_recv_tokens_per_scaleup_rank", "psum_num_recv_tokens_per_expert",
           "num_unaligned_recv_tokens_per_expert", "num_recv_tokens_per_expert_list"]
 U = 2.0**-8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +14,13 @@ import torch
 from adapters.cpu import deepgemm
 from adapters.cpu.kernels import gemm, quant, tile_io
 from adapters.cpu.kernels.knobs import Knobs
+from conformance.catalogue.load import read_toml
 from conformance.results import REASONS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 torch.set_num_threads(1)
 BF16, FP32 = torch.bfloat16, torch.float32
 POISON = 768.0
-TABLE = tomllib.loads((Path(__file__).parents[1] / "cases" / "deepgemm" / "faults.toml").read_text())
+TABLE = read_toml(Path(__file__).parents[1] / "cases" / "deepgemm" / "faults.toml")
 KNOWN_FAULTS = {**deepgemm.FAULTS, **gemm.FAULTS, **quant.FAULTS, **tile_io.FAULTS}
 
 Violations = set[str]

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tomllib
 import torch
 
 from adapters.cpu.deepselect import NAN_SENTINEL, Adapter
 from adapters.cpu.kernels.knobs import Knobs
+from conformance.catalogue.load import read_toml
 from conformance.results import REASONS
 
 ROOT = Path(__file__).parents[1]
-TABLE = tomllib.loads((ROOT / "cases/deepselect/faults.toml").read_text())
+TABLE = read_toml(ROOT / "cases/deepselect/faults.toml")
 CANARY = 0x55555555
 
 

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tomllib
 import torch
 
 from adapters.cpu.flashmla import Adapter
 from adapters.cpu.kernels.knobs import Knobs
+from conformance.catalogue.load import read_toml
 from conformance.results import REASONS
 
-TABLE = tomllib.loads((Path(__file__).parents[1] / "cases/flashmla/faults.toml").read_text())
+TABLE = read_toml(Path(__file__).parents[1] / "cases/flashmla/faults.toml")
 D = 512
 SINKS = torch.linspace(-3, 6, 64).index_fill(0, torch.tensor([0, 63]), float("inf"))
 SINKS[0] = -SINKS[0]

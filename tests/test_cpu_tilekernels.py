@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,17 +13,13 @@ import torch
 from adapters.cpu import tilekernels
 from adapters.cpu.kernels import quant, rows, tile_io
 from adapters.cpu.kernels.knobs import Knobs
+from conformance.catalogue.load import read_toml
 from conformance.results import REASONS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 torch.set_num_threads(1)
 BF16, FP32 = torch.bfloat16, torch.float32
 POISON = 768.0
-TABLE = tomllib.loads((Path(__file__).parents[1] / "cases" / "tilekernels" / "faults.toml").read_text())
+TABLE = read_toml(Path(__file__).parents[1] / "cases" / "tilekernels" / "faults.toml")
 KNOWN_FAULTS = {**tilekernels.FAULTS, **rows.FAULTS, **quant.FAULTS, **tile_io.FAULTS}
 E4M3_GRID = np.array([(m + 8 * (e > 0)) * 2.0 ** (max(e, 1) - 10) for e in range(16) for m in range(8)][:127])
 E2M1_GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -10,7 +10,6 @@ import importlib
 import itertools
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,15 +23,11 @@ import torch
 from adapters.cpu.kernels.knobs import Knobs
 from adapters.cpu.support import TILELANG
 from adapters.cpu.tilelang import FAULTS, Adapter, preload
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from conformance.catalogue.load import read_toml
 
 pytest.importorskip("tilelang")
 
-TABLE = tomllib.loads((Path(__file__).parents[1] / "cases/tilelang/faults.toml").read_text())
+TABLE = read_toml(Path(__file__).parents[1] / "cases/tilelang/faults.toml")
 GUARD = 128
 """elements before and behind an output that must keep their value"""
 GUARD_VALUE = 77
