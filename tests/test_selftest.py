@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conformance.catalogue.load import MODULES
-from conformance.collect import UsageError
+from conformance.collect import UsageError, cases_at
 from conformance.engine.attempt import Attempt
 from conformance.engine.judge import Seen
 from conformance.model import Problem, Variant
@@ -74,8 +74,17 @@ def test_rows_tried_side_by_side_end_as_they_do_alone(monkeypatch: pytest.Monkey
     alone = {row.name: told(next(iter(try_rows([row], "core", 3)))) for row in rows}
     assert together == alone
     assert {name: t[:2] for name, t in together.items()} == {
-        "small_tiles": ("right", 3), "k_tail_dropped": ("killed", together["k_tail_dropped"][1]),
-        "passes": ("survived", 5), "other": ("right", 3)}
+        "small_tiles": ("right", VARIANT_CASES), "k_tail_dropped": ("killed", together["k_tail_dropped"][1]),
+        "passes": ("survived", 5), "other": ("right", VARIANT_CASES)}
+
+
+def test_a_fault_meets_first_what_killed_it_before() -> None:
+    last = [c.id for c in cases_at("core", ("deepgemm",)) if c.op.name == GEMM and c.check == "values"][-1]
+    (caught,) = try_rows([FAULT], "core", 0, killed_by=[last])
+    assert (caught.outcome, caught.cases, caught.case) == ("killed", 1, last)
+    (caught,) = try_rows([replace(FAULT, options=VARIANT.options, reasons=("order",))], "bringup", 0, killed_by=[last])
+    assert caught.outcome == "survived"
+    assert caught.cases > 1
 
 
 def test_seeds_show_a_variant_one_case_after_the_other() -> None:

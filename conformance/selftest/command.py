@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import multiprocessing
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -67,27 +67,47 @@ def run_rows(rows: Sequence[Row], seeds: Sequence[int], processes: int, level: s
     tasks = [(row, seed) for seed in seeds for row in rows]
     place = {task: n for n, task in enumerate(tasks)}
     done = journal.done(tasks)
-    started = told = time.monotonic()
-    before = len(done)
+    progress = _Progress(len(tasks), len(done))
     queue = context.Queue()
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(queue,)) as pool:
-        running = {pool.submit(_try_rows, part, level, seed, compare and seed == seeds[0])
-                   for seed, part in batches([t for n, t in enumerate(tasks) if n not in done])}
-        while running or not queue.empty():
-            with contextlib.suppress(Empty):
-                caught = queue.get(timeout=WAIT_S)
+        for some in (seeds[:1], seeds[1:]):
+            # What killed a fault at the first seed is what it meets first at the others.
+            killers = {c.row: c.case for c in done.values() if c.outcome == "killed"}
+            left = [t for n, t in enumerate(tasks) if n not in done and t[1] in some]
+            running = {pool.submit(_try_rows, part, level, seed, compare and seed == seeds[0],
+                                   [killers.get(row, "") for row in part]) for seed, part in batches(left)}
+            for caught in _as_they_end(running, queue):
                 done[place[caught.row, caught.seed]] = caught
                 journal.note(caught)
                 for line in wrong_ones([caught]):
                     print(line, flush=True)
-            for f in [f for f in running if f.done()]:
-                f.result()
-                running.remove(f)
-            if time.monotonic() - told > TELL_EVERY_S and len(done) > before:
-                told = time.monotonic()
-                left = (told - started) / (len(done) - before) * (len(tasks) - len(done))
-                print(f"{len(done)}/{len(tasks)} rows, {left / 60:.0f} min left", flush=True)
+                progress.tell(len(done))
     return [done[n] for n in sorted(done)]
+
+
+def _as_they_end(running: set[Future[None]], queue: Any) -> Iterator[Caught]:
+    """What the processes tell, until all have ended. Raises what one of them raised."""
+    while running or not queue.empty():
+        with contextlib.suppress(Empty):
+            yield queue.get(timeout=WAIT_S)
+        for f in [f for f in running if f.done()]:
+            f.result()
+            running.remove(f)
+
+
+class _Progress:
+    """Says now and then how many rows are done, and how long the others will take."""
+
+    def __init__(self, rows: int, before: int) -> None:
+        self.rows, self.before = rows, before
+        self.started = self.told = time.monotonic()
+
+    def tell(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self.told > TELL_EVERY_S and done > self.before:
+            self.told = now
+            left_s = (now - self.started) / (done - self.before) * (self.rows - done)
+            print(f"{done}/{self.rows} rows, {left_s / 60:.0f} min left", flush=True)
 
 
 def batches(tasks: Sequence[tuple[Row, int]]) -> list[tuple[int, list[Row]]]:
@@ -109,6 +129,6 @@ def _begin(queue: Any) -> None:
     _TOLD = queue
 
 
-def _try_rows(rows: list[Row], level: str, seed: int, compare: bool) -> None:
-    for caught in try_rows(rows, level, seed, compare=compare):
+def _try_rows(rows: list[Row], level: str, seed: int, compare: bool, killed_by: list[str]) -> None:
+    for caught in try_rows(rows, level, seed, compare=compare, killed_by=killed_by):
         _TOLD.put(caught)

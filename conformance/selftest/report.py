@@ -36,7 +36,7 @@ def confusion(results: Sequence[Caught]) -> Table:
     for name, mine in (*groups.items(), *([("all", list(results))] if len(groups) > 1 else ())):
         count = Counter(r.outcome for r in mine)
         problems = sorted(r.problems for r in mine if r.outcome == "killed")
-        rows.append((name, *(count[k] for k in KINDS), statistics.median(problems) if problems else "-",
+        rows.append((name, *(count[k] for k in KINDS), f"{statistics.median(problems):g}" if problems else "-",
                      problems[-1] if problems else "-", f"{sum(r.comparisons for r in mine if not r.row.fault):,}",
                      f"{sum(r.seconds for r in mine):.0f} s"))
     return ("group", "killed", "survived", "other reason", "no evidence", "right", "false alarms", "not run",
@@ -50,7 +50,7 @@ def by_row(results: Sequence[Caught]) -> Table:
         margins = [r.margin for r in mine if r.margin is not None]
         problems = [r.problems for r in mine]
         rows.append((row.group, row.name, row.op, row.check, f"{sum(r.good for r in mine)} of {len(mine)}",
-                     _number(min(margins)) if margins else "-", statistics.median(problems), max(problems),
+                     _number(min(margins)) if margins else "-", f"{statistics.median(problems):g}", max(problems),
                      ", ".join(sorted({r.seen for r in mine if r.seen})), row.doc))
     return ("group", "row", "op", "check", "as it must", "smallest margin", "problems", "at most", "seen as",
             "what it is"), rows

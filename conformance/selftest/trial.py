@@ -31,10 +31,10 @@ from conformance.selftest.rules import Rules
 
 FEW = 3
 """problems of a case that a fault meets where it does not meet all of them"""
-PASSES = ((0, 24, True), (0, 12, False), (24, math.inf, True), (12, 24, False))
+PASSES = ((0, 0, False), (0, 24, True), (0, 12, False), (24, math.inf, True), (12, 24, False))
 """the cases that a fault meets: from, to, and whether only `FEW` problems of each: what it needs may be a setting, or a
-size or family that comes late"""
-VARIANT_CASES = 3
+size or family that comes late. From 0 to 0: the one that killed it at another seed"""
+VARIANT_CASES = 2
 """that a correct variant meets whole, other ones at each seed"""
 VARIANT_S = 4.0
 """of one variant, after which no other case begins: what models a chip bit by bit is slow"""
@@ -106,8 +106,8 @@ def configured(row: Row, level: str, seed: int, folder: Path, *, few: int | None
 class Trial:
     """One row under way: it meets case after case until it is caught, or has seen enough."""
 
-    def __init__(self, row: Row, level: str, seed: int, *, compare: bool = False) -> None:
-        self.row, self.level, self.seed = row, level, seed
+    def __init__(self, row: Row, level: str, seed: int, *, compare: bool = False, killed_by: str = "") -> None:
+        self.row, self.level, self.seed, self.killed_by = row, level, seed, killed_by
         self.cases, self.problems, self.comparisons, self.seconds, self.kept = 0, 0, 0, 0.0, True
         self.killer: Record | None = None
         self.seen: Counter[str] = Counter()
@@ -130,9 +130,12 @@ class Trial:
         self.places = {case: n for n, case in enumerate(mine)}
 
     def meet(self, case: Case, first: int, last: float, *, few: bool) -> None:
-        """Try a case that is among the first .. last of this row, in part or whole; other rules look at any."""
+        """Try a case that is among the first .. last of this row, in part or whole; other rules look at any.
+
+        With nothing between first and last only the case that killed the row before.
+        """
         begun = time.monotonic()
-        mine = first <= self.places.get(case.id, -1) < last
+        mine = first <= self.places.get(case.id, -1) < last or (first == last and case.id == self.killed_by)
         few = few and self.row.fault
         with TemporaryDirectory(prefix="selftest-") as folder:
             if self.to_compare and case.check == "values":
@@ -164,12 +167,15 @@ class Trial:
                       _margin(killer), killer.message if killer else "", self.rules)
 
 
-def try_rows(rows: Sequence[Row], level: str, seed: int, *, compare: bool = False) -> Iterator[Caught]:
+def try_rows(rows: Sequence[Row], level: str, seed: int, *, compare: bool = False,
+             killed_by: Sequence[str] = ()) -> Iterator[Caught]:
     """Try rows of one op side by side, a case at a time: what a problem is and must give is worked out once for all.
 
-    Each is told of as it ends.
+    killed_by: of each row the case that killed it at another seed, or "". Each row is told of as it ends.
     """
-    trials = [Trial(row, level, seed, compare=compare) for row in rows]
+    killers = killed_by or [""] * len(rows)
+    trials = [Trial(row, level, seed, compare=compare, killed_by=killer)
+              for row, killer in zip(rows, killers, strict=True)]
     (op,) = {row.op for row in rows}
     cases = [c for c in cases_at(level, (rows[0].module,)) if c.op.name == op and not waivers.is_known(c.id)]
     cases = interleaved(cases, seed)
@@ -177,6 +183,8 @@ def try_rows(rows: Sequence[Row], level: str, seed: int, *, compare: bool = Fals
         trial.order(cases)
     for first, last, few in PASSES:
         for case in cases:
+            if first == last and not any(case.id == t.killed_by for t in trials):
+                continue
             for trial in trials:
                 trial.meet(case, first, last, few=few)
             RECALL.forget()
@@ -185,7 +193,7 @@ def try_rows(rows: Sequence[Row], level: str, seed: int, *, compare: bool = Fals
             trials = [t for t in trials if t not in ended]
             if not trials:
                 return
-        for trial in trials:
+        for trial in trials if first < last else ():
             trial.to_compare = 0
     yield from (t.caught() for t in trials)
 
