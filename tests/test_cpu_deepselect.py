@@ -233,8 +233,9 @@ def test_variant_is_right(row):
 
 @pytest.mark.parametrize("row", TABLE["fault"], ids=lambda r: r["name"])
 def test_fault_shows(row):
-    assert row["reason"] in REASONS
-    assert row["reason"] in outcome(SHOWS[row["name"]], row["knobs"])
+    reasons = {row["reason"]} if isinstance(row["reason"], str) else set(row["reason"])
+    assert reasons <= set(REASONS)
+    assert reasons & set(outcome(SHOWS[row["name"]], row["knobs"]))
 
 
 def test_variants_differ_from_the_default():
