@@ -459,6 +459,14 @@ def test_norm_of_random_rows_passes_together(fmt: str, add: str) -> None:
                 assert "factor" in judged.figures
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
+def test_norm_without_a_weight_may_round_alike_everywhere(fmt: str) -> None:
+    for seed in range(300):
+        norm = Norm(seed, fmt, (1, 208), weight=False, out_scale=1.0, family="normal")
+        judged = norm.want["out"].judge(norm.run(SUMS["pairwise"])[0], fmt)
+        assert judged.ok, f"seed {seed}: {judged.note}"
+
+
 @pytest.mark.parametrize(("fmt", "h", "factor"), [
     ("bf16", 4096, 4096 / 4095), ("fp32", 4096, 4096 / 4095), ("fp32", 8192, 8192 / 8191), ("bf16", 8192, 1.0004),
     ("fp32", 1024, 1.00005)])
