@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +15,16 @@ import pytest
 from conformance.catalogue.load import MODULES
 from conformance.collect import UsageError, cases_at
 from conformance.engine.attempt import Attempt
+from conformance.engine.effort import Config
 from conformance.engine.judge import Seen
-from conformance.model import Problem, Variant
+from conformance.model import Case, Problem, Variant
+from conformance.results import Record
 from conformance.selftest import report
-from conformance.selftest.command import main
+from conformance.selftest.command import _as_they_end, main
 from conformance.selftest.journal import FILE, Journal
-from conformance.selftest.library import Row, injected, library, tabled
+from conformance.selftest.library import ANY, Row, injected, library, tabled
 from conformance.selftest.rules import OURS, Rules
-from conformance.selftest.trial import VARIANT_CASES, Caught, interleaved, try_rows
+from conformance.selftest.trial import Caught, interleaved, try_rows
 from references.expected import Exact, Within
 from references.formats import codec
 
@@ -61,7 +66,6 @@ def test_outcomes(row: Row, outcome: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_rows_tried_side_by_side_end_as_they_do_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("conformance.selftest.trial.PASSES", ((0, 4, True), (0, 1, False)))
-    monkeypatch.setattr("conformance.selftest.trial.VARIANT_S", float("inf"))
     rows = [VARIANT, FAULT, replace(FAULT, name="passes", options=VARIANT.options),
             replace(VARIANT, name="other", profile=(("subnormals", "flush"),))]
 
@@ -69,13 +73,12 @@ def test_rows_tried_side_by_side_end_as_they_do_alone(monkeypatch: pytest.Monkey
         return caught.outcome, caught.cases, caught.problems, caught.comparisons, caught.case
 
     together = {c.row.name: told(c) for c in try_rows(rows, "core", 3)}
-    monkeypatch.setattr("conformance.engine.recall.MOST_BYTES", 0)
     monkeypatch.setattr("conformance.selftest.trial.RECALL.most_bytes", 0)
     alone = {row.name: told(next(iter(try_rows([row], "core", 3)))) for row in rows}
     assert together == alone
     assert {name: t[:2] for name, t in together.items()} == {
-        "small_tiles": ("right", VARIANT_CASES), "k_tail_dropped": ("killed", together["k_tail_dropped"][1]),
-        "passes": ("survived", 5), "other": ("right", VARIANT_CASES)}
+        "small_tiles": ("right", 2), "k_tail_dropped": ("killed", together["k_tail_dropped"][1]),
+        "passes": ("survived", 5), "other": ("right", 2)}
 
 
 def test_a_fault_meets_first_what_killed_it_before() -> None:
@@ -87,11 +90,45 @@ def test_a_fault_meets_first_what_killed_it_before() -> None:
     assert caught.cases > 1
 
 
-def test_seeds_show_a_variant_one_case_after_the_other() -> None:
-    cases, n = list(range(50)), VARIANT_CASES
-    first, second = (interleaved(cases, seed)[:n] for seed in (0, 1))
-    assert sorted(interleaved(cases, 3)) == cases
-    assert not set(first) & set(second)
+def test_a_variant_meets_a_case_of_values_and_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: dict[int, list[str]] = {0: [], 1: []}
+
+    def run(case: Case, config: Config) -> Record:
+        met[config.seed].append(case.id)
+        executed = 0 if len(met[config.seed]) == 1 else 5  # the first one runs nothing, so it does not count
+        return Record(case.id, "", "", {}, case.check, "core", "unsupported", examples={"executed": executed})
+
+    monkeypatch.setattr("conformance.selftest.trial.run_case", run)
+    for seed in met:
+        (caught,) = try_rows([VARIANT], "core", seed)
+        checks = [case.partition("/")[2].partition(":")[0] for case in met[seed][1:]]
+        assert (caught.outcome, caught.cases, caught.problems) == ("right", 3, 10)
+        assert len(checks) == 2
+        assert checks.count("values") == 1
+    assert met[0] != met[1]
+    assert sorted(interleaved(list(range(50)), 3)) == list(range(50))
+
+
+@pytest.mark.parametrize(("status", "outcome"), [
+    ("fail", "killed"), ("crash", "killed"), ("mistrusted", "wrong reason"), ("skipped", "wrong reason"),
+    ("error", "wrong reason"), ("pass", "survived")])
+def test_only_a_verdict_kills_a_fault_of_any_reason(status: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conformance.selftest.trial.run_case", lambda case, config: Record(
+        case.id, "", "", {}, case.check, "core", status, examples={"executed": 3}))
+    (caught,) = try_rows([replace(FAULT, reasons=ANY)], "core", 0)
+    assert caught.outcome == outcome
+
+
+def test_a_row_that_is_not_told_of_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conformance.selftest.command.LOST_S", 0.3)
+    late, told = queue.Queue(), caught("a", "killed")
+    threading.Timer(0.5, late.put, [told]).start()
+    running, others = Future(), Future()
+    threading.Timer(0.4, running.set_result, [None]).start()
+    assert list(_as_they_end({running}, late, 1)) == [told]
+    others.set_result(None)
+    with pytest.raises(RuntimeError, match="2 rows have ended and were not told of"):
+        list(_as_they_end({others}, late, 2))
 
 
 def test_other_rules_see_as_many_cases_of_a_fault_that_dies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

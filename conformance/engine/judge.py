@@ -183,7 +183,7 @@ def sentence(name: str, j: Judgement, codes: np.ndarray, fmt: str, figures: Mapp
         text = f"{name}{at} is {figures['observed']}"
         if "expected" in figures:
             text += f", expected {figures['expected']}"
-            if str(figures["observed"]) == str(figures["expected"]):
+            if figures["observed"] == figures["expected"] == "nan":
                 code = int(codec.bits(codes)[tuple(figures["index"])])
                 text += f" of another bit pattern than {code:#x}"
         ratio = figures.get("worst_ratio")

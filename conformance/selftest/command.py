@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,8 @@ from conformance.selftest.trial import Caught, try_rows
 
 PARTS = ("tabled", "injected", "apart")
 TELL_EVERY_S, WAIT_S = 20.0, 0.2
+LOST_S = 30.0
+"""how long after the last process nothing may come before what is missing counts as lost"""
 MOST_ROWS = 24
 """rows of an op that one process tries side by side"""
 FAULTS_A_VARIANT = 8
@@ -76,7 +77,7 @@ def run_rows(rows: Sequence[Row], seeds: Sequence[int], processes: int, level: s
             left = [t for n, t in enumerate(tasks) if n not in done and t[1] in some]
             running = {pool.submit(_try_rows, part, level, seed, compare and seed == seeds[0],
                                    [killers.get(row, "") for row in part]) for seed, part in batches(left)}
-            for caught in _as_they_end(running, queue):
+            for caught in _as_they_end(running, queue, len(left)):
                 done[place[caught.row, caught.seed]] = caught
                 journal.note(caught)
                 for line in wrong_ones([caught]):
@@ -85,14 +86,26 @@ def run_rows(rows: Sequence[Row], seeds: Sequence[int], processes: int, level: s
     return [done[n] for n in sorted(done)]
 
 
-def _as_they_end(running: set[Future[None]], queue: Any) -> Iterator[Caught]:
-    """What the processes tell, until all have ended. Raises what one of them raised."""
-    while running or not queue.empty():
-        with contextlib.suppress(Empty):
-            yield queue.get(timeout=WAIT_S)
+def _as_they_end(running: set[Future[None]], queue: Any, rows: int) -> Iterator[Caught]:
+    """What the processes tell of so many rows. Raises what one of them raised, and RuntimeError for a row lost.
+
+    What a process tells may come after its end is seen, so the rows are counted.
+    """
+    silent_since = time.monotonic()
+    while rows:
+        try:
+            caught = queue.get(timeout=WAIT_S)
+        except Empty:
+            if not running and time.monotonic() - silent_since > LOST_S:
+                msg = f"{rows} rows have ended and were not told of; --resume with --out tries them again"
+                raise RuntimeError(msg) from None
+        else:
+            rows, silent_since = rows - 1, time.monotonic()
+            yield caught
         for f in [f for f in running if f.done()]:
             f.result()
             running.remove(f)
+            silent_since = time.monotonic()
 
 
 class _Progress:

@@ -34,14 +34,16 @@ FEW = 3
 PASSES = ((0, 0, False), (0, 24, True), (0, 12, False), (24, math.inf, True), (12, 24, False))
 """the cases that a fault meets: from, to, and whether only `FEW` problems of each: what it needs may be a setting, or a
 size or family that comes late. From 0 to 0: the one that killed it at another seed"""
-VARIANT_CASES = 2
-"""that a correct variant meets whole, other ones at each seed"""
-VARIANT_S = 4.0
-"""of one variant, after which no other case begins: what models a chip bit by bit is slow"""
+VARIANT_CASES = {"values": 1, "other": 1}
+"""that a correct variant meets whole, by check, other ones at each seed; one that ran no problem does not count"""
+TURN = 4
+"""cases by which a seed begins after the one before"""
 COMPARED_CASES, COMPARED = 6, 8
 """cases and problems of each that other rules see of each row, and ours beside them, without an end at a failure"""
 HANG_TIMEOUT_S = 3.0
 CONFORMING = ("pass", "unsupported")
+NO_VERDICT = ("error", "mistrusted", "skipped", "not_run")
+"""statuses that are about the suite, or about too few problems: they kill nothing"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def interleaved(cases: list[Case], turn: int) -> list[Case]:
     """All cases in long steps, from a place that differs from turn to turn, so that variants are spread."""
     n = len(cases)
     step = next((s for s in range(n * 5 // 8, n) if math.gcd(s, n) == 1), 1)
-    return [cases[(turn * VARIANT_CASES + i) * step % n] for i in range(n)]
+    return [cases[(turn * TURN + i) * step % n] for i in range(n)]
 
 
 _BENCH: dict[str, Bench] = {}
@@ -115,14 +117,13 @@ class Trial:
         self.places: dict[str, int] = {}
         """of the cases, in the order in which they come"""
         self.to_compare = COMPARED_CASES if compare and row.check == "values" and not row.inject else 0
-        self.left: float = math.inf if row.fault else VARIANT_CASES
-        """cases that are still to be met"""
+        self.left = {} if row.fault else dict(VARIANT_CASES)
+        """cases that a variant is still to meet, by check"""
 
     @property
     def tries(self) -> bool:
         """Whether more cases are wanted."""
-        late = not self.row.fault and self.seconds > VARIANT_S
-        return self.killer is None and self.left > 0 and not late
+        return self.killer is None and (self.row.fault or any(self.left.values()))
 
     def order(self, cases: list[Case]) -> None:
         """Take the cases that can tell something: for a fault those of its check."""
@@ -136,28 +137,35 @@ class Trial:
         """
         begun = time.monotonic()
         mine = first <= self.places.get(case.id, -1) < last or (first == last and case.id == self.killed_by)
-        few = few and self.row.fault
+        kind = case.check if case.check in VARIANT_CASES else "other"
+        mine &= self.row.fault or self.left[kind] > 0
         with TemporaryDirectory(prefix="selftest-") as folder:
-            if self.to_compare and case.check == "values":
+            if self.to_compare and first < last and case.check == "values":
                 self.to_compare -= 1
                 run_case(case, configured(self.row, self.level, self.seed, Path(folder), few=COMPARED,
                                           watch=self.rules.look))
             if mine and self.tries:
-                self.left -= 1
-                self._try(case, Path(folder), FEW if few else None)
+                ran = self._try(case, Path(folder), FEW if few and self.row.fault else None)
+                if ran and not self.row.fault:
+                    self.left[kind] -= 1
         self.seconds += time.monotonic() - begun
 
-    def _try(self, case: Case, folder: Path, few: int | None) -> None:
+    def _try(self, case: Case, folder: Path, few: int | None) -> bool:
+        """Run one case; whether it ran any problem."""
         row, record = self.row, run_case(case, configured(self.row, self.level, self.seed, folder, few=few))
         self.cases += 1
         self.problems += record.examples.get("executed", 0)
         self.comparisons += sum(int(n.get("elements", 0)) for n in record.numerics.values())
+        ran = record.examples.get("executed", 0) > 0
         if record.status in CONFORMING:
-            return
+            return ran
         self.seen[record.reason or record.status] += 1
-        if not row.fault or row.reasons == ANY or {record.status, record.reason} & set(row.reasons):
+        named = {record.status, record.reason} & set(row.reasons) or (
+            row.reasons == ANY and record.status not in NO_VERDICT)
+        if not row.fault or named:
             self.killer = record
             self.kept = not row.inject or _stands(folder, record)
+        return ran
 
     def caught(self) -> Caught:
         """What came of it."""
