@@ -25,12 +25,14 @@ from conformance.collect import cases_at
 from conformance.engine import draw
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
 from conformance.engine.clock import monotonic
-from conformance.engine.diagnose import SETTABLE, Diagnosis, Further, diagnose
+from conformance.engine.diagnose import Further, diagnose
 from conformance.engine.effort import EFFORTS
 from conformance.engine.evidence import Evidence, evidence_of
 from conformance.engine.executor import ArenaPool
 from conformance.engine.kinds import family_of, has_parameters, kind_of, kinds_of, parse, text
+from conformance.engine.rig import SETTABLE
 from conformance.engine.shrink import Shrinker
+from conformance.engine.told import Diagnosis
 from conformance.model import Case, Op, Problem
 
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from conformance.bench import bench_of
 from conformance.engine.attempt import Bench
-from conformance.engine.diagnose import LIMIT_S, SETTABLE, Diagnosis, Further, diagnose
+from conformance.engine.diagnose import LIMIT_S, Further, diagnose
 from conformance.engine.evidence import Evidence
+from conformance.engine.rig import SETTABLE
+from conformance.engine.told import Diagnosis
 from conformance.model import Op
 
 MOST = 24

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,17 +14,21 @@ from conformance.collect import find_case
 from conformance.diagnosis import Diagnoser
 from conformance.engine import draw, kinds
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
-from conformance.engine.diagnose import SETTABLE, Diagnosis, Further, Match, Rig, diagnose
+from conformance.engine.diagnose import Further, _Search, diagnose
 from conformance.engine.evidence import Evidence, Score, direct, evidence_of, score, wrong_in
-from conformance.engine.example import Example
+from conformance.engine.example import Example, build, digests
 from conformance.engine.executor import ArenaPool
 from conformance.engine.judge import Finding
+from conformance.engine.kinds import Candidate
+from conformance.engine.rig import SETTABLE, Rig
+from conformance.engine.told import Diagnosis, Match
 from conformance.model import Op, Problem
 from references.expected import Exact, Expected, Joint, Judgement, Within
 from references.formats import codec
 
 GEMM = find_case("deepgemm.bf16_gemm_nt/values:out=fp32,c=none,a_major=k,b_major=k", "core")
 FIRST = draw.first_chunk(GEMM, 0)[0][0]
+REACH = {"tile_k": 40}
 TABLE = {"fault": [
     {"name": "tail", "ops": ["x.y"], "knobs": "drop_tail=yes", "reason": "numeric", "doc": "The tail."},
     {"name": "one_far", "ops": ["x.y"], "knobs": "mask_shift=1", "reason": ["numeric"], "doc": "One too far."},
@@ -58,8 +63,9 @@ def test_a_kind_is_the_fault_without_its_parameters(knobs: str, kind: str) -> No
 
 
 def test_tiles_that_hold_all_of_an_axis_are_one() -> None:
-    assert kinds.clipped("drop_tile=0,tile_k=64", 40) == kinds.clipped("drop_tile=0,tile_k=256", 40)
-    assert kinds.clipped("drop_tile=0,tile_k=32", 40) != kinds.clipped("drop_tile=0,tile_k=64", 40)
+    assert kinds.clipped("drop_tile=0,tile_k=64", REACH) == kinds.clipped("drop_tile=0,tile_k=256", REACH)
+    assert kinds.clipped("drop_tile=0,tile_k=32", REACH) != kinds.clipped("drop_tile=0,tile_k=64", REACH)
+    assert kinds.clipped("tile_m=64,tile_k=64", REACH) == "tile_m=64,tile_k=40"
 
 
 def test_a_dropped_tail_and_a_dropped_last_tile_are_twins() -> None:
@@ -286,6 +292,64 @@ def test_a_setting_that_ends_its_run_explains_nothing_and_the_next_one_runs(benc
         assert score(seen[0], rig.outputs([seen[0].example], "drop_tail=yes")).full
     finally:
         rig.close()
+
+
+def test_settings_one_ahead_give_what_they_give_one_by_one(bench: Bench) -> None:
+    calls = [observed(bench, "drop_tail=yes", sizes=SIZES[:1])[0].example]
+    settings = ["drop_tail=yes", "no_such=1", "", "drop_tile=0,tile_k=32", "no_such=1"]
+    rig = Rig(bench, GEMM.op)
+    try:
+        ahead = list(rig.each(calls, settings))
+        assert [found is None for found in ahead] == [False, True, False, False, True]
+        for knobs, found in zip(settings, ahead, strict=True):
+            assert digests(rig.outputs(calls, knobs) or {}) == digests(found or {})
+        some = rig.each(calls, settings)
+        next(some)
+        some.close()  # with a call under way
+        assert digests(rig.outputs(calls, "") or {}) == digests(ahead[2] or {})
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize(("k", "reach"), [(8, 8), (72, 72), (100, 104), (128, 128), (129, 136), (300, 256)])
+def test_the_tile_that_holds_the_whole_axis_is_found(bench: Bench, k: int, reach: int) -> None:
+    rig = Rig(bench, GEMM.op)
+    example = build(GEMM.op, problem(4, 8, k), bench.description.requirements)
+    try:
+        assert rig.axes(example) == (["tile_k"] if k > kinds.SMALLEST_TILE else [])
+        assert rig.reach(example, ["tile_k"]) == {"tile_k": reach}
+    finally:
+        rig.close()
+
+
+def test_fewer_changed_parameters_are_tried_first() -> None:
+    rows = kinds.kinds_of("x.y", {"fault": [
+        {"name": "dropped", "ops": ["x.y"], "knobs": "drop_tile=-1", "reason": "numeric"},
+        {"name": "too_far", "ops": ["x.y"], "knobs": "mask_shift=1", "reason": "numeric"}]})
+    order = [c.knobs for c in kinds.candidates(rows, ["tile_k"])]
+    assert order.index("mask_shift=2") < order.index("drop_tile=0,tile_k=16") < order.index("drop_tile=-1,tile_k=24")
+
+
+def test_where_time_runs_out_what_was_refuted_stands_behind_what_was_not_tried(bench: Bench) -> None:
+    """The two are the same on the first problem; time runs out before both met the second one."""
+    seen = observed(bench, "drop_tail=yes,tile_k=64", sizes=SIZES[:2])
+
+    class Short(_Search):
+        @property
+        def spent_s(self) -> float:
+            return 0.0 if len(self.known) < 3 else math.inf
+
+    rig = Rig(bench, GEMM.op)
+    try:
+        search = Short(GEMM.op, rig, (), 1.0, "")
+        tried = [Candidate("left_out", k, "", k, 0) for k in ("drop_tile=-1,tile_k=64", "drop_tail=yes,tile_k=64")]
+        best, looked_at = search._narrowed([(search._score(seen[0], c), c) for c in tried], seen[1:])
+    finally:
+        rig.close()
+    assert search.cut
+    assert looked_at == 1
+    assert [len(m.scores) for m in best] == [2, 1]
+    assert best[0].share < best[1].share == 1
 
 
 def test_what_was_not_tried_in_time_is_said_and_nothing_is_certain(bench: Bench) -> None:

@@ -5,36 +5,35 @@ No verdict hangs on it: whatever goes wrong in here, nothing is said. docs/diagn
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
-from conformance.engine import judge, kinds, observe
+from conformance.engine import kinds
 from conformance.engine.attempt import Attempts, Bench, Clock
 from conformance.engine.clock import monotonic
 from conformance.engine.draw import work
 from conformance.engine.evidence import Evidence, Score, direct, evidence_of, score, wrong_in
-from conformance.engine.example import Example, build, digests, place, start_cursors
-from conformance.engine.executor import ArenaPool, Executor
+from conformance.engine.example import Example, build, digests
+from conformance.engine.executor import ArenaPool
 from conformance.engine.kinds import Candidate
 from conformance.engine.patterns import pattern_of
+from conformance.engine.rig import Rig
+from conformance.engine.told import Diagnosis, Match
 from conformance.model import Op, Problem
 from references.expected import Array
 
-SETTABLE = "adapters.cpu.settable:SettableBackend"
-"""the backend that a diagnosis runs on: the cpu kernels, with knobs as a setting"""
 LIMIT_S = 2.0
-CALL_LIMIT_S = 2.0
-"""for one call with one setting: a fault may hang"""
 KEPT = 12
 """settings a kind that are tried on the other evidence too, where none fits the small problem wholly"""
 CLEAR = 0.9
 """the best stands alone where no other kind comes above this share of it"""
-WORTH_TELLING = 0.5
+MANY = 100
+"""settings, from which on it pays to find out which tiles hold all of the small problem's axes"""
 MOST_ASKED = 6
 """problems that the backend is asked about beside the evidence"""
 ENOUGH_EVIDENCE = (3, 3, 6, math.inf)
@@ -48,70 +47,6 @@ NEVER_CERTAIN = ("untouched",)
 """kinds that others hide behind: what adds to poison leaves poison too"""
 DESCRIBED = 3
 """the rank of what tells less than a setting"""
-
-
-@dataclass(frozen=True)
-class Match:
-    """A setting of the kernels, or what the arrays alone show (`knobs` empty), with its score on each evidence."""
-
-    kind: str
-    name: str
-    doc: str
-    knobs: str
-    rank: int
-    scores: tuple[Score, ...]
-
-    @property
-    def share(self) -> float:
-        """0 to 1, the mean over the evidence."""
-        return sum(s.share for s in self.scores) / len(self.scores)
-
-    @property
-    def full(self) -> bool:
-        return all(s.full for s in self.scores)
-
-    def words(self) -> str:
-        how = f" (knobs={self.knobs})" if self.knobs else ""
-        fits = sum(s.full for s in self.scores)
-        more = f", and fits {fits} of {len(self.scores)} problems" if len(self.scores) > 1 else ""
-        doc = self.doc.split(". ")[0].rstrip(".") + ("; here with other parameters" if self.knobs and self.rank else "")
-        return f"{self.name.replace('_', ' ')}{how}: {self.scores[0].words()}{more} ({doc})"
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """The best kinds, best first, one setting a kind; `certain` where the first stands alone and fits wholly."""
-
-    matches: tuple[Match, ...]
-    certain: bool
-    wrong: str
-    """the pattern that the wrong elements make"""
-    tried: int
-    settings: int
-    seconds: float
-    also: str = ""
-    """knobs of the same family that fit just as well"""
-
-    @property
-    def known(self) -> tuple[Match, ...]:
-        return tuple(m for m in self.matches if m.scores[0].share >= WORTH_TELLING)[:2]
-
-    def sentence(self) -> str:
-        """One line for a message."""
-        some = f"; {self.tried} of {self.settings} settings tried in time" if self.tried < self.settings else ""
-        if not self.known:
-            return f"no known kind; wrong elements: {self.wrong}{some}"
-        if self.certain:
-            return f"matches {self.known[0].words()}{f'; knobs={self.also} fits as well' if self.also else ''}"
-        return f"may be {', or '.join(m.words() for m in self.known)}{some}"
-
-    def to_json(self) -> dict[str, Any]:
-        """For the record: words and plain numbers."""
-        matches = [{"kind": m.name, "knobs": m.knobs, "share": round(m.share, 4), "explained": m.scores[0].explained,
-                    "wrong": m.scores[0].wrong, "left_right": m.scores[0].left, "right": m.scores[0].right}
-                   for m in self.known]
-        return {"certain": self.certain, "tried": self.tried, "settings": self.settings, "also": self.also,
-                "matches": matches}
 
 
 @dataclass(frozen=True)
@@ -150,7 +85,7 @@ def diagnose(op: Op, evidence: Sequence[Evidence], bench: Callable[[], Bench], *
     """What kind of fault it is.
 
     evidence: of the small problem first, then of others of the same case, wrong or right. bench: gives a Bench on
-    SETTABLE. further: asked about where two kinds fit, or one on too few problems. tiles: sizes that the backend
+    rig.SETTABLE. further: asked about where two kinds fit, or one on too few problems. tiles: sizes that the backend
     declares for this op. limit_s: for the settings, half of it more for what follows; compilers and the backend have
     their own. without: a kind to leave out, for evaluation. None where nothing can be said. Raises nothing: a
     diagnosis never stands in the way of a verdict.
@@ -167,59 +102,27 @@ def diagnose(op: Op, evidence: Sequence[Evidence], bench: Callable[[], Bench], *
             rig.close()
 
 
-class Rig:
-    """One process that runs the kernels with one setting after another; a new one where a setting kills it."""
+@dataclass(frozen=True)
+class _Key:
+    """What decides a score: the evidence, whether calls come before, and the setting."""
 
-    def __init__(self, bench: Bench, op: Op) -> None:
-        self.bench, self.op = bench, op
-        self.executor: Executor | None = None
-        self.compile_s = 0.0
-
-    def outputs(self, examples: Sequence[Example], knobs: str) -> dict[str, Array] | None:
-        """What the last of these calls gives, made in order; None where it gives nothing of the declared form.
-
-        Codes by name; they stand in the arena until the next call.
-        """
-        if self.executor is None or not self.executor.alive:
-            self.executor = Executor(self.bench.launcher, self.bench.pool, self.op.ranks, CALL_LIMIT_S, self.op.module)
-        executor = self.executor
-        again = [replace(e, before=[], after=[], arenas=[]) for e in examples]
-        cursors = start_cursors(self.op.ranks)
-        requests = [place(e, executor.arenas, cursors) for e in again]
-        for i, per_rank in enumerate(requests):
-            for rank, r in enumerate(per_rank):
-                own = r["settings"].get(self.op.module, {})
-                r |= {"settings": {self.op.module: {**own, "knobs": knobs}}, "hold": i + 1 < len(requests),
-                      "arena_bytes": executor.arenas[rank].nbytes}
-                if i == 0:
-                    r["results_at"] = cursors[rank]
-            executor.send(per_rank)
-        found = None
-        for example in again:
-            outcome = executor.collect(CALL_LIMIT_S, self.bench.compile_timeout_s)
-            self.compile_s += max((a.get("compile_s", 0.0) for a in outcome.answers if a), default=0.0)
-            if observe.ended_badly(outcome):
-                # Answers that are still due would be taken for those of the next setting.
-                self.close()
-                return None
-            seen = observe.observe(example, outcome)
-            found = None if any(f.reason in judge.STRUCTURE_REASONS for f in seen.findings) else seen.outputs
-        return found
-
-    def close(self) -> None:
-        if self.executor is not None:
-            self.executor.kill()
-            self.executor = None
+    evidence: int
+    after_others: bool
+    knobs: str
 
 
 class _Search:
     def __init__(self, op: Op, rig: Rig, tiles: tuple[int, ...], limit_s: float, without: str) -> None:
         self.op, self.rig, self.tiles, self.without = op, rig, tiles, without
-        self.begun, self.limit_s = monotonic(), limit_s
+        self.begun, self.limit_s, self.end_s = monotonic(), limit_s, 1.5 * limit_s
         self.after_others = False
         """whether each run comes after the calls that came before it"""
-        self.known: dict[tuple[int, bool, str], Score] = {}
+        self.known: dict[_Key, Score] = {}
         """of settings that come to the same"""
+        self.judged: dict[tuple[int, str], Score] = {}
+        """of results that are the same, by evidence and digest"""
+        self.reach: dict[int, dict[str, int]] = {}
+        """by evidence and axis, the smallest tile that holds all of it"""
         self.pool: list[Example] = []
         """problems that the backend may be asked about"""
         self.asked = 0
@@ -239,11 +142,16 @@ class _Search:
         self.pool = [build(self.op, p, further.requirements) for p in further.problems] if further else []
         largest = max([*(e.example for e in known), *self.pool], key=_longest)
         rows = [r for r in kinds.kinds_of(self.op.name) if kinds.family_of(r["knobs"]) != self.without]
-        settings = kinds.candidates(rows, self._axes(largest), self.tiles, _longest(largest))
+        axes = self.rig.axes(largest)
+        settings = kinds.candidates(rows, axes, self.tiles, _longest(largest))
+        if len(settings) >= MANY:
+            self.reach[id(small)] = {**_whole_axes(small.example), **self.rig.reach(small.example, axes)}
         scored = self._first_look(small, settings)
+        self.end_s = max(1.5 * self.limit_s, self.spent_s + self.limit_s / 2)
         while True:
             others = sorted(known[1:], key=lambda e: sum(w.size for w in e.wrong.values()))
-            best = _best([*self._direct([small, *others]), *self._narrowed(scored, others)])
+            narrowed, seen = self._narrowed(scored, others)
+            best = _best([*self._direct([small, *others[:seen]]), *narrowed])
             whole = len(scored) == len(settings) and not self.cut
             rivals = self._rivals(best, known)
             certain = whole and _alone(best, [e.count for e in known if e.count])
@@ -299,25 +207,34 @@ class _Search:
 
     def _tells(self, example: Example, rivals: Sequence[str]) -> bool:
         """Whether two settings give other results for a problem."""
-        if self.spent_s > 1.5 * self.limit_s:
+        if self.spent_s > self.end_s:
             return False
         return len({digests(self.rig.outputs([example], knobs) or {}) for knobs in rivals}) > 1
 
-    def _narrowed(self, scored: Sequence[tuple[Score, Candidate]], others: Sequence[Evidence]) -> list[Match]:
-        """The best settings of the first look, on the rest of the evidence, as long as they keep up with the best."""
+    def _narrowed(self, scored: Sequence[tuple[Score, Candidate]], others: Sequence[Evidence]) -> tuple[
+            list[Match], int]:
+        """The best settings of the first look, on the rest of the evidence, as long as they keep up with the best.
+
+        Also how much of the rest was looked at. Where time runs out in between, each counts by what it met.
+        """
         kept = _kept(sorted(scored, key=lambda s: (-s[0].share, s[1].rank)))
         scores = {c.knobs: [s] for s, c in kept}
         alive = [c for _, c in kept]
+        seen = 0
         for e in others:
+            seen += 1
             for c in alive:
-                self.cut |= self.spent_s > 1.5 * self.limit_s
-                if not self.cut:
-                    scores[c.knobs].append(self._score(e, c))
+                self.cut |= self.spent_s > self.end_s
+                if self.cut:
+                    break
+                scores[c.knobs].append(self._score(e, c))
+            if self.cut:
+                break
             whole = [c for c in alive if all(s.full for s in scores[c.knobs])]
             alive = whole or alive
-        nothing = Score(0, 1, 0, 0)
-        padded = {k: (*s, *[nothing] * (1 + len(others) - len(s))) for k, s in scores.items()}
-        return [Match(c.kind, c.name, c.doc, c.knobs, c.rank, padded[c.knobs]) for _, c in kept]
+        missed = [Score(0, 1, 0, 0)]
+        full = {k: tuple(s) if self.cut else (*s, *missed * (1 + seen - len(s))) for k, s in scores.items()}
+        return [Match(c.kind, c.name, c.doc, c.knobs, c.rank, full[c.knobs]) for _, c in kept], seen
 
     def _countable(self, e: Evidence) -> Evidence | None:
         """The evidence with wrong elements to count; None where the kernels as they should be give the same.
@@ -335,43 +252,60 @@ class _Search:
             e.wrong = wrong_in(e, e.outputs) or {}
         return e if e.count and not score(e, correct).full else None
 
-    def _axes(self, example: Example) -> list[str]:
-        """The tile knobs that decide which block is the first one."""
-        def first_dropped(axis: str, n: int) -> str:
-            return digests(self.rig.outputs([example], f"drop_tile=0,{axis}={n}") or {})
-
-        return [a for a in kinds.AXES if first_dropped(a, kinds.SMALLEST_TILE) != first_dropped(a, kinds.LARGEST_TILE)]
-
     def _first_look(self, small: Evidence, settings: Sequence[Candidate]) -> list[tuple[Score, Candidate]]:
         """Each setting on the small problem, as far as the time goes.
 
         What a fault keeps of the call before shows only after that call: where nothing fits, that is made too.
         """
-        scored: list[tuple[Score, Candidate]] = []
-        for c in settings:
-            if self.spent_s > self.limit_s:
-                return scored
-            scored.append((self._score(small, c), c))
+        scored = self._looked_at(small, settings)
         if small.before and not any(s.full for s, _ in scored):
             self.after_others = True
-            for i, (s, c) in enumerate(scored):
-                if self.spent_s > self.limit_s or c.rank:
-                    break
-                scored[i] = max(s, self._score(small, c), key=lambda x: x.share), c
+            again = {c.knobs: s for s, c in self._looked_at(small, [c for _, c in scored if not c.rank])}
+            scored = [(max(s, again.get(c.knobs, s), key=lambda x: x.share), c) for s, c in scored]
         return scored
 
+    def _looked_at(self, e: Evidence, settings: Sequence[Candidate]) -> list[tuple[Score, Candidate]]:
+        """Those for which there was time, in order."""
+        keys = [self._key(e, c) for c in settings]
+        new = [k for k in dict.fromkeys(keys) if k not in self.known]
+        results = self.rig.each(self._calls(e), (k.knobs for k in new))
+        with contextlib.closing(results):
+            for key in new:
+                if self.spent_s > self.limit_s:
+                    break
+                self.known[key] = self._judged(e, next(results))
+        return [(self.known[k], c) for k, c in zip(keys, settings, strict=True) if k in self.known]
+
     def _score(self, e: Evidence, c: Candidate) -> Score:
-        key = id(e), self.after_others, kinds.clipped(c.knobs, _longest(e.example))
+        key = self._key(e, c)
         if key not in self.known:
-            examples = [*e.before, e.example] if self.after_others else [e.example]
-            self.known[key] = score(e, self.rig.outputs(examples, c.knobs))
+            self.known[key] = self._judged(e, self.rig.outputs(self._calls(e), c.knobs))
         return self.known[key]
+
+    def _judged(self, e: Evidence, outputs: Mapping[str, Array] | None) -> Score:
+        key = id(e), digests(outputs or {})
+        if key not in self.judged:
+            self.judged[key] = score(e, outputs)
+        return self.judged[key]
+
+    def _calls(self, e: Evidence) -> list[Example]:
+        return [*e.before, e.example] if self.after_others else [e.example]
+
+    def _key(self, e: Evidence, c: Candidate) -> _Key:
+        if id(e) not in self.reach:
+            self.reach[id(e)] = _whole_axes(e.example)
+        return _Key(id(e), self.after_others, kinds.clipped(c.knobs, self.reach[id(e)]))
 
     def _direct(self, evidence: Sequence[Evidence]) -> list[Match]:
         """Kinds that any op can have."""
         found = [list(direct(e)) for e in evidence]
         return [Match(kind, kind, doc, "", rank, tuple(of[i][3] for of in found))
                 for i, (kind, doc, rank, _) in enumerate(found[0]) if kind != self.without]
+
+
+def _whole_axes(example: Example) -> dict[str, int]:
+    """By axis, a tile that is large enough for all of it."""
+    return dict.fromkeys(kinds.AXES, _longest(example))
 
 
 def _longest(example: Example) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from conformance.engine.attempt import Attempt, Bench
-from conformance.engine.diagnose import Diagnosis
 from conformance.engine.draw import work
+from conformance.engine.told import Diagnosis
 from conformance.model import Case, Op, Problem
 
 SHOWN = 4

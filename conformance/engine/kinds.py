@@ -32,6 +32,9 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 CUT_BY: Mapping[str, tuple[str, ...]] = {
     "drop_tile": AXES, "double_tile": AXES, "stale_tile": AXES, "drop_tail": AXES, "accumulator": AXES,
     "partial": AXES, "label_lookup": ("tile_m",), "floor_grid": ("tile_m",),
+    # of a softmax that walks tiles: what its largest logit so far is, and where its splits are cut
+    "softmax_weights": AXES, "no_rescale": AXES, "sum_not_rescaled": AXES, "out_not_rescaled": AXES,
+    "weights_cut": AXES, "coarse_exp": AXES, "plain_combine": AXES,
 }
 """knob, or value of `fault`, to the tiles whose size changes what it does"""
 
@@ -124,15 +127,15 @@ def twin(knobs: str) -> str:
     return ""
 
 
-def clipped(knobs: str, largest: int) -> str:
-    """The same for all knobs whose tiles hold a whole axis of `largest`."""
-    return text({k: str(min(int(v), max(largest, 1))) if k in AXES else v for k, v in parse(knobs).items()})
+def clipped(knobs: str, reach: Mapping[str, int]) -> str:
+    """The same for all knobs whose tiles hold a whole axis. reach: by axis the smallest tile that does."""
+    return text({k: str(min(int(v), max(reach[k], 1))) if k in reach else v for k, v in parse(knobs).items()})
 
 
 def _distance(row: str, knobs: str) -> int:
-    """How many knobs differ, tiles aside."""
+    """How many knobs differ."""
     a, b = parse(row), parse(knobs)
-    return sum(a.get(n) != b.get(n) for n in {*a, *b} - set(AXES))
+    return sum(a.get(n) != b.get(n) for n in {*a, *b})
 
 
 def _distinct(sizes: Sequence[int], largest: int) -> list[int]:
