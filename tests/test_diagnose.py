@@ -343,11 +343,10 @@ def test_where_time_runs_out_what_was_refuted_stands_behind_what_was_not_tried(b
     try:
         search = Short(GEMM.op, rig, (), 1.0, "")
         tried = [Candidate("left_out", k, "", k, 0) for k in ("drop_tile=-1,tile_k=64", "drop_tail=yes,tile_k=64")]
-        best, looked_at = search._narrowed([(search._score(seen[0], c), c) for c in tried], seen[1:])
+        best = search._narrowed([(search._score(seen[0], c), c) for c in tried], seen[1:])
     finally:
         rig.close()
     assert search.cut
-    assert looked_at == 1
     assert [len(m.scores) for m in best] == [2, 1]
     assert best[0].share < best[1].share == 1
 

@@ -34,6 +34,8 @@ CLEAR = 0.9
 """the best stands alone where no other kind comes above this share of it"""
 MANY = 100
 """settings, from which on it pays to find out which tiles hold all of the small problem's axes"""
+MOST_MEASURED = 3
+"""problems that the backend may be asked about whose axes are looked at"""
 MOST_ASKED = 6
 """problems that the backend is asked about beside the evidence"""
 ENOUGH_EVIDENCE = (3, 3, 6, math.inf)
@@ -123,7 +125,7 @@ class _Search:
         """of results that are the same, by evidence and digest"""
         self.reach: dict[int, dict[str, int]] = {}
         """by evidence and axis, the smallest tile that holds all of it"""
-        self.pool: list[Example] = []
+        self.pool: list[Problem] = []
         """problems that the backend may be asked about"""
         self.asked = 0
         self.cut = False
@@ -139,8 +141,9 @@ class _Search:
         if not known or not known[0].count or known[0].example is not evidence[0].example:
             return None
         small = known[0]
-        self.pool = [build(self.op, p, further.requirements) for p in further.problems] if further else []
-        largest = max([*(e.example for e in known), *self.pool], key=_longest)
+        self.pool = list(further.problems) if further else []
+        most = [build(self.op, p, further.requirements) for p in self.pool[:MOST_MEASURED]] if further else []
+        largest = max([*(e.example for e in known), *most], key=_longest)
         rows = [r for r in kinds.kinds_of(self.op.name) if kinds.family_of(r["knobs"]) != self.without]
         axes = self.rig.axes(largest)
         settings = kinds.candidates(rows, axes, self.tiles, _longest(largest))
@@ -150,8 +153,7 @@ class _Search:
         self.end_s = max(1.5 * self.limit_s, self.spent_s + self.limit_s / 2)
         while True:
             others = sorted(known[1:], key=lambda e: sum(w.size for w in e.wrong.values()))
-            narrowed, seen = self._narrowed(scored, others)
-            best = _best([*self._direct([small, *others[:seen]]), *narrowed])
+            best = _best([*self._direct([small, *others]), *self._narrowed(scored, others)])
             whole = len(scored) == len(settings) and not self.cut
             rivals = self._rivals(best, known)
             certain = whole and _alone(best, [e.count for e in known if e.count])
@@ -178,15 +180,15 @@ class _Search:
         if len(rivals) < 2 or not all(rivals):
             choice = iter(self.pool[:])
         else:
-            made = (build(self.op, p, further.requirements) for p in self._whole_tiles(further, rivals))
-            choice = (e for e in chain(self.pool[:], made) if self._tells(e, rivals))
-        for example in choice:
+            choice = (p for p in chain(self.pool[:], self._whole_tiles(further, rivals))
+                      if self.spent_s <= self.end_s and self._tells(build(self.op, p, further.requirements), rivals))
+        for problem in choice:
             if self.asked == MOST_ASKED:
                 return None
             self.asked += 1
-            self.pool = [e for e in self.pool if e is not example]
+            self.pool = [p for p in self.pool if p is not problem]
             begun = monotonic()
-            found = further.ask(example.problem)
+            found = further.ask(problem)
             self.begun += monotonic() - begun  # the backend's time
             found = self._countable(found) if found is not None else None
             if found is not None:
@@ -207,34 +209,27 @@ class _Search:
 
     def _tells(self, example: Example, rivals: Sequence[str]) -> bool:
         """Whether two settings give other results for a problem."""
-        if self.spent_s > self.end_s:
-            return False
         return len({digests(self.rig.outputs([example], knobs) or {}) for knobs in rivals}) > 1
 
-    def _narrowed(self, scored: Sequence[tuple[Score, Candidate]], others: Sequence[Evidence]) -> tuple[
-            list[Match], int]:
+    def _narrowed(self, scored: Sequence[tuple[Score, Candidate]], others: Sequence[Evidence]) -> list[Match]:
         """The best settings of the first look, on the rest of the evidence, as long as they keep up with the best.
 
-        Also how much of the rest was looked at. Where time runs out in between, each counts by what it met.
+        Where time runs out in between, each counts by what it met.
         """
         kept = _kept(sorted(scored, key=lambda s: (-s[0].share, s[1].rank)))
         scores = {c.knobs: [s] for s, c in kept}
         alive = [c for _, c in kept]
-        seen = 0
         for e in others:
-            seen += 1
             for c in alive:
-                self.cut |= self.spent_s > self.end_s
-                if self.cut:
-                    break
-                scores[c.knobs].append(self._score(e, c))
-            if self.cut:
-                break
+                if self._key(e, c) in self.known or self.spent_s <= self.end_s:
+                    scores[c.knobs].append(self._score(e, c))
+                else:
+                    self.cut = True
             whole = [c for c in alive if all(s.full for s in scores[c.knobs])]
             alive = whole or alive
         missed = [Score(0, 1, 0, 0)]
-        full = {k: tuple(s) if self.cut else (*s, *missed * (1 + seen - len(s))) for k, s in scores.items()}
-        return [Match(c.kind, c.name, c.doc, c.knobs, c.rank, full[c.knobs]) for _, c in kept], seen
+        full = {k: tuple(s) if self.cut else (*s, *missed * (1 + len(others) - len(s))) for k, s in scores.items()}
+        return [Match(c.kind, c.name, c.doc, c.knobs, c.rank, full[c.knobs]) for _, c in kept]
 
     def _countable(self, e: Evidence) -> Evidence | None:
         """The evidence with wrong elements to count; None where the kernels as they should be give the same.
