@@ -90,6 +90,14 @@ class Expected:
     def judge(self, codes: Array, fmt: str) -> Judgement:
         raise NotImplementedError
 
+    def saturating(self) -> Expected:
+        """The same of a backend in saturation mode, where infinities become the largest number and NaN becomes 0.
+
+        Source: Ascend's overflow modes. Where NaN was right, anything is: what became 0 on the way leaves no trace.
+        Outputs that constrain each other, and bits that are moved, stay as they are.
+        """
+        return self
+
 
 def _checked(codes: Array, fmt: str, shape: tuple[int, ...]) -> Array:
     codes = np.asarray(codes)
@@ -119,9 +127,10 @@ class Within(Expected):
     the output format and is never negative or NaN; where value is not finite it does
     not count and reads NaN. Zeros of either sign are equal.
     An infinite observation is allowed where value, or an unrounded result that the
-    bound admits, rounds to infinity. Where an output saturates instead, or its format
+    bound admits, rounds to infinity. Where an output saturates by contract, or its format
     has no infinity, the oracle clips value itself.
     unspecified: True where the contract says nothing.
+    saturates: the largest number counts as infinite and anything as NaN, see `saturating`.
     typical: how the errors of random data scatter; looked at where every element is within its bound.
     Integers beyond 2**53 are not told apart here; by `Exact` they are.
     """
@@ -130,6 +139,7 @@ class Within(Expected):
     bound: Array
     unspecified: Array | None = None
     typical: Typical | None = None
+    saturates: bool = False
 
     def __post_init__(self) -> None:
         value = np.asarray(self.value, np.float64)
@@ -159,7 +169,11 @@ class Within(Expected):
             if good.all() and self.unspecified is None:
                 fine = Judgement(np.zeros(self.shape, bool), self.value, self._ratio(error, error > 0))
                 return self._together(fine, got)
+            if self.saturates:
+                got = np.where(np.abs(got) == codec.max_finite(fmt), np.copysign(np.inf, got), got)
             excused = self._same_nonfinite(got) | self._may_overflow(got, fmt)
+            if self.saturates:
+                excused |= np.isnan(self.value)
             if self.unspecified is not None:
                 excused |= self.unspecified
             bad = np.asarray(~(good | excused))
@@ -179,6 +193,9 @@ class Within(Expected):
         error = np.where(mask, error, 0.0)
         note, figures = self.typical.judged(error, self.value, mask)
         return replace(judged, note=note, by_chance=bool(note), figures=figures)
+
+    def saturating(self) -> Within:
+        return replace(self, saturates=True)
 
     def _ratio(self, error: Array, where: Array) -> Array:
         """error / bound, infinite for an error that the bound can't measure; 0 elsewhere."""
@@ -214,17 +231,27 @@ class Exact(Expected):
         return np.shape(self.codes)
 
     def judge(self, codes: Array, fmt: str) -> Judgement:
-        return OneOf((self.codes,), self.unspecified, self.any_nan, self.reason).judge(codes, fmt)
+        return self._as_choice().judge(codes, fmt)
+
+    def saturating(self) -> Expected:
+        return self._as_choice().saturating()
+
+    def _as_choice(self) -> OneOf:
+        return OneOf((self.codes,), self.unspecified, self.any_nan, self.reason)
 
 
 @dataclass(frozen=True)
 class OneOf(Expected):
-    """Bit for bit one of several codes, element by element; candidates all have one shape."""
+    """Bit for bit one of several codes, element by element; candidates all have one shape.
+
+    saturates: the largest number counts as infinite and anything as NaN, see `saturating`.
+    """
 
     candidates: tuple[Array, ...]
     unspecified: Array | None = None
     any_nan: bool = True
     reason: str = "numeric"
+    saturates: bool = False
 
     def __post_init__(self) -> None:
         if not self.candidates:
@@ -249,11 +276,26 @@ class OneOf(Expected):
             nan = codec.is_nan(codes, fmt)
             for c in candidates:
                 good |= nan & codec.is_nan(c, fmt)
+        if self.saturates and not good.all():
+            good |= self._saturated(codes, candidates, fmt)
         bad, shown = np.asarray(~good), codec.decode(candidates[0], fmt)
         reason = self.reason
         if reason == "numeric" and bad.any():
             reason = _reason(bad, ~(np.isfinite(shown) & np.isfinite(codec.decode(codes, fmt))))
         return Judgement(bad, shown, None, reason)
+
+    def saturating(self) -> OneOf:
+        return replace(self, saturates=self.any_nan)
+
+    def _saturated(self, codes: Array, candidates: list[Array], fmt: str) -> Array:
+        """Where NaN was right, and the largest number where the infinity of its sign was."""
+        got, ok = codec.decode(codes, fmt), np.zeros(self.shape, bool)
+        for real in (codec.decode(c, fmt) for c in candidates):
+            at_end = np.isinf(real)
+            if at_end.any():
+                ok |= at_end & (got == np.copysign(codec.max_finite(fmt), real))
+            ok |= np.isnan(real)
+        return ok
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 
 from references.expected import Exact, Expected, Inputs, Joint, Judgement, OneOf, Within
 from references.formats import codec
+from references.typical import Typical
 
 NAN, INF = float("nan"), float("inf")
 FP16_MAX, FP16_OVER = 65504.0, 65520.0
@@ -178,7 +179,50 @@ ONE_OF = [
 ]
 
 
-@pytest.mark.parametrize("row", [*WITHIN, *EXACT, *ONE_OF], ids=lambda r: r.what)
+def saturating(row: Row) -> Row:
+    return replace(row, what=f"saturation mode, {row.what}", expected=row.expected.saturating())
+
+
+BF16_MAX = float(codec.max_finite("bf16"))
+SATURATING = [saturating(row) for row in (
+    # the largest number of the right sign for an infinity, that or the infinity for what overflows
+    within([INF, -INF], 0.0, [FP16_MAX, -FP16_MAX], "fp16"),
+    within([INF, -INF], 0.0, [INF, -INF], "fp16"),
+    within([INF, -INF], 0.0, [-FP16_MAX, FP16_MAX - 32], "fp16", [0, 1], "nonfinite"),
+    within([FP16_OVER, -FP16_OVER, 1e5], 16.0, [FP16_MAX, -FP16_MAX, FP16_MAX], "fp16"),
+    within([FP16_OVER + 99, 1e5], 16.0, [FP16_MAX - 32, -FP16_MAX], "fp16", [0, 1]),
+    within([1e39, -1e39], 1e31, [BF16_MAX, -BF16_MAX], "bf16"),
+    within([1e38], 1e30, [BF16_MAX], "bf16", [0], "nonfinite"),
+    within([FP16_MAX - 64], 16.0, [FP16_MAX], "fp16", [0], "nonfinite"),
+    # anything for NaN, but nothing else for what is finite
+    within([NAN, NAN, NAN], INF, [0.0, 5.0, NAN], "bf16"),
+    within([1.0, NAN, 1.0], 0.0, [0.0, 0.0, NAN], "bf16", [0, 2]),
+    within([0.0, SUB], 0.0, [-0.0, 0.0], "bf16", [1]),
+    within([], 0.0, [], "bf16"),
+    exact([0x7F80, 0xFF80, 0x7F80], [0x7F7F, 0xFF7F, 0x7F80], "bf16"),
+    exact([0x7F80, 0xFF80], [0xFF7F, 0xFF7E], "bf16", [0, 1], "nonfinite"),
+    exact([0x7FC0, 0x3F80], [0x0000, 0x0000], "bf16", [1]),
+    exact([0x7F7F, 0x3F80], [0x7F80, 0x7F7F], "bf16", [0, 1]),
+    exact([2**31 - 1], [0], "int32", [0]),
+    exact([], [], "bf16"),
+    one_of([[0x7F80, 0x3F80], [0x4000, 0x7FC0]], [0x7F7F, 0x1234], "bf16"),
+    one_of([[0x7F80, 0x3F80], [0x4000, 0x4000]], [0xFF7F, 0x7F7F], "bf16", [0, 1]),
+    # bits that are moved stay what they are
+    exact([0x7F80, 0x7FC0], [0x7F7F, 0x0000], "bf16", [0, 1], "nonfinite", any_nan=False),
+)]
+
+
+def test_a_number_at_the_end_of_the_range_scatters_nothing():
+    """A saturated result is no error of its size: statistics leave it out as they do an infinite one."""
+    value = np.linspace(-1.0, 1.0, 4096) * 1e4
+    value[:64] = 2.0**18
+    typical = Typical(np.full(4096, 2.0))
+    seen = codes(np.clip(value, -FP16_MAX, FP16_MAX), "fp16")
+    assert Within(value, 16.0, typical=typical).saturating().judge(seen, "fp16").ok
+    assert not Within(value, 16.0, typical=typical).judge(seen, "fp16").ok
+
+
+@pytest.mark.parametrize("row", [*WITHIN, *EXACT, *ONE_OF, *SATURATING], ids=lambda r: r.what)
 def test_judgement(row):
     judged = row.expected.judge(row.observed, row.fmt)
     want = np.zeros(row.expected.shape, bool)
@@ -195,7 +239,7 @@ def test_judgement(row):
 
 
 def test_the_table_has_both_kinds():
-    for rows in (WITHIN, EXACT, ONE_OF):
+    for rows in (WITHIN, EXACT, ONE_OF, SATURATING):
         failing = sum(len(r.bad) > 0 for r in rows)
         assert 3 <= failing <= len(rows) - 3
 

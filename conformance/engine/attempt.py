@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.engine import judge, observe
+from conformance.engine import judge, observe, oracle
 from conformance.engine.care import DeviceCare, beyond_memory, short_of_memory
 from conformance.engine.clock import monotonic
 from conformance.engine.devices import DevicePool
@@ -288,8 +288,8 @@ class Attempts:
     def _answer(self, example: Example) -> Mapping[Any, Expected]:
         profile, recall = self.bench.profile, self.bench.recall
         if recall is None:
-            return self.op.oracle(example.problem, example.inputs, profile)
-        return recall.answer(example, profile, lambda: self.op.oracle(example.problem, example.inputs, profile))
+            return oracle.ask(self.op, example, profile)
+        return recall.answer(example, profile, lambda: oracle.ask(self.op, example, profile))
 
     def _judge(self, example: Example, outcome: Any, expected: Mapping[Any, Expected], out: Attempt) -> Seen:
         seen = observe.observe(example, outcome)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice, product
 from typing import Any
 
+from conformance.engine import oracle
 from conformance.engine.attempt import Attempt, Attempts
 from conformance.engine.draw import values_of
 from conformance.engine.example import Example
@@ -97,7 +98,7 @@ def _other_steps(attempts: Attempts, m: Misuse, bad: Example, outcome: Outcome) 
     if not seen.findings:
         refused = tuple(f"{s.name}/" for plan, a in zip(bad.plans, outcome.answers, strict=True)
                         for s, step in zip(plan.steps, a["steps"], strict=True) if s.refused or "skipped" in step)
-        expected = attempts.op.oracle(bad.problem, bad.inputs, attempts.bench.profile)
+        expected = oracle.ask(attempts.op, bad, attempts.bench.profile)
         kept = {key: e for key, e in expected.items()
                 if not any(n.startswith(refused) for n in (key if isinstance(key, tuple) else (key,)))}
         # What stands in one key with an output of the refused call can't be judged without it.
@@ -136,5 +137,5 @@ def _refusal(attempts: Attempts, m: Misuse, bad: Any, outcome: Any) -> list[Find
         return [Finding("fail", "enqueue", "no_exception", f"{m.doc}: the call returned as if nothing were wrong")]
     seen = observe(bad, outcome)
     if not seen.findings:
-        compare(bad, seen, attempts.op.oracle(bad.problem, bad.inputs, attempts.bench.profile), attempts.bench.profile)
+        compare(bad, seen, oracle.ask(attempts.op, bad, attempts.bench.profile), attempts.bench.profile)
     return seen.findings

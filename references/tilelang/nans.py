@@ -23,6 +23,9 @@ class OneRule(Expected):
     def judge(self, codes: Array, fmt: str) -> Judgement:
         return min((r.judge(codes, fmt) for r in self.rules), key=lambda j: int(j.bad.sum()))
 
+    def saturating(self) -> Expected:
+        return OneRule(tuple(r.saturating() for r in self.rules))
+
 
 def by_rule(rule: str, *, drop: Expected, propagate: Expected, free: Expected) -> Expected:
     """The expectation for a rule of `bounds.profile.NAN_RULES`."""

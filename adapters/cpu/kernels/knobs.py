@@ -43,6 +43,8 @@ class Knobs:
     """format in which partial sums of a split are kept"""
     output_rounding: str = "nearest_even"
     """nearest_even | toward_zero"""
+    overflow: str = "inf"
+    """inf | saturate: the largest number instead of infinity, 0 instead of NaN; right under a profile that says so"""
     flush_subnormals: bool = False
     drop_tile: int | None = None
     """index of a tile along the reduced (or scanned) axis that is left out; -1 the last"""

@@ -8,7 +8,7 @@ import torch
 
 from adapters.cpu.kernels.knobs import Knobs
 
-KNOBS = ("output_rounding", "flush_subnormals", "nan_to", "fault")
+KNOBS = ("output_rounding", "overflow", "flush_subnormals", "nan_to", "fault")
 """What `load`, `store` and `row_tiles` obey, and with them every kernel that uses them."""
 
 FAULTS = {
@@ -52,6 +52,9 @@ def store(out: torch.Tensor, value: torch.Tensor, knobs: Knobs) -> None:
     if knobs.output_rounding == "toward_zero" and out.dtype == torch.bfloat16:
         cut = (value.view(torch.int32) & _BF16_BITS_OF_FP32).view(torch.float32)
         value = torch.where(value.isnan(), value, cut)
+    if knobs.overflow == "saturate":
+        largest = torch.finfo(out.dtype).max
+        value = value.nan_to_num(nan=0.0, posinf=largest, neginf=-largest).clamp(-largest, largest)
     out.copy_(value)
 
 
