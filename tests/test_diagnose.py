@@ -316,7 +316,9 @@ def test_the_tile_that_holds_the_whole_axis_is_found(bench: Bench, k: int, reach
     rig = Rig(bench, GEMM.op)
     example = build(GEMM.op, problem(4, 8, k), bench.description.requirements)
     try:
-        assert rig.axes(example) == (["tile_k"] if k > kinds.SMALLEST_TILE else [])
+        assert rig.axes([example]) == (["tile_k"] if k > kinds.SMALLEST_TILE else [])
+        short = build(GEMM.op, problem(4, 8, 8), bench.description.requirements)
+        assert rig.axes([short, example]) == rig.axes([example, short]) == rig.axes([example])
         assert rig.reach(example, ["tile_k"]) == {"tile_k": reach}
     finally:
         rig.close()

@@ -145,7 +145,7 @@ class _Search:
         most = [build(self.op, p, further.requirements) for p in self.pool[:MOST_MEASURED]] if further else []
         largest = max([*(e.example for e in known), *most], key=_longest)
         rows = [r for r in kinds.kinds_of(self.op.name) if kinds.family_of(r["knobs"]) != self.without]
-        axes = self.rig.axes(largest)
+        axes = self.rig.axes([known[-1].example, largest])
         settings = kinds.candidates(rows, axes, self.tiles, _longest(largest))
         if len(settings) >= MANY:
             self.reach[id(small)] = {**_whole_axes(small.example), **self.rig.reach(small.example, axes)}

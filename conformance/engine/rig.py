@@ -50,12 +50,14 @@ class Rig:
             if sent is not None:
                 self._receive(sent)
 
-    def axes(self, example: Example) -> list[str]:
-        """The tile knobs that decide which block of this problem is the first one."""
-        def first_dropped(axis: str, n: int) -> str:
-            return digests(self.outputs([example], f"drop_tile=0,{axis}={n}") or {})
+    def axes(self, examples: Sequence[Example]) -> list[str]:
+        """The tile knobs that decide which block of one of these problems is the first one."""
+        def cuts(axis: str, example: Example) -> bool:
+            knobs = (f"drop_tile=0,{axis}={n}" for n in (kinds.SMALLEST_TILE, kinds.LARGEST_TILE))
+            first, second = (digests(self.outputs([example], k) or {}) for k in knobs)
+            return first != second
 
-        return [a for a in kinds.AXES if first_dropped(a, kinds.SMALLEST_TILE) != first_dropped(a, kinds.LARGEST_TILE)]
+        return [a for a in kinds.AXES if any(cuts(a, e) for e in examples)]
 
     def reach(self, example: Example, axes: Sequence[str]) -> dict[str, int]:
         """By axis, the smallest tile of those that a diagnosis tries that holds all that is walked of this problem."""
