@@ -14,7 +14,7 @@ from conformance.collect import find_case
 from conformance.diagnosis import Diagnoser
 from conformance.engine import draw, kinds
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
-from conformance.engine.diagnose import Further, _Search, diagnose
+from conformance.engine.diagnose import Further, _best, _Search, diagnose
 from conformance.engine.evidence import Evidence, Score, direct, evidence_of, score, wrong_in
 from conformance.engine.example import Example, build, digests
 from conformance.engine.executor import ArenaPool
@@ -359,6 +359,13 @@ def test_what_was_not_tried_in_time_is_said_and_nothing_is_certain(bench: Bench)
     assert found.tried < found.settings
     assert not found.certain
     assert "tried in time" in found.sentence()
+
+
+def test_what_others_hide_behind_gives_way_to_one_that_fits_as_well() -> None:
+    full = (Score(3, 3, 5, 5),)
+    untouched, adds = (Match(kind, kind, "", knobs, 0, full) for kind, knobs in (("untouched", ""), ("adds", "fault=x")))
+    assert [m.kind for m in _best([untouched, adds])] == ["adds", "untouched"]
+    assert [m.kind for m in _best([untouched, replace(adds, scores=(Score(2, 3, 5, 5),))])] == ["untouched", "adds"]
 
 
 def test_words_and_record() -> None:

@@ -322,9 +322,13 @@ def _kept(scored: Sequence[tuple[Score, Candidate]]) -> list[tuple[Score, Candid
 
 
 def _best(matches: Iterable[Match]) -> tuple[Match, ...]:
-    """The best of each kind, best first; what only describes has to be twice as good as what explains."""
+    """The best of each kind, best first; what only describes has to be twice as good as what explains.
+
+    What others hide behind gives way to one of them that fits as well.
+    """
     by_kind: dict[str, Match] = {}
-    for m in sorted(matches, key=lambda m: (-m.share / (2 if m.rank >= DESCRIBED else 1), m.rank)):
+    for m in sorted(matches, key=lambda m: (-m.share / (2 if m.rank >= DESCRIBED else 1), m.rank,
+                                            m.kind in NEVER_CERTAIN)):
         by_kind.setdefault(m.kind, m)
     return tuple(by_kind.values())
 
