@@ -363,7 +363,7 @@ def test_what_was_not_tried_in_time_is_said_and_nothing_is_certain(bench: Bench)
 
 def test_what_others_hide_behind_gives_way_to_one_that_fits_as_well() -> None:
     full = (Score(3, 3, 5, 5),)
-    untouched, adds = (Match(kind, kind, "", knobs, 0, full) for kind, knobs in (("untouched", ""), ("adds", "fault=x")))
+    untouched, adds = Match("untouched", "", "", "", 0, full), Match("adds", "", "", "fault=x", 0, full)
     assert [m.kind for m in _best([untouched, adds])] == ["adds", "untouched"]
     assert [m.kind for m in _best([untouched, replace(adds, scores=(Score(2, 3, 5, 5),))])] == ["untouched", "adds"]
 
