@@ -14,7 +14,7 @@ from conformance.collect import find_case
 from conformance.diagnosis import Diagnoser
 from conformance.engine import draw, kinds
 from conformance.engine.attempt import Attempt, Attempts, Bench, Clock
-from conformance.engine.diagnose import Further, _best, _Search, diagnose
+from conformance.engine.diagnose import Further, _Search, diagnose
 from conformance.engine.evidence import Evidence, Score, direct, evidence_of, score, wrong_in
 from conformance.engine.example import Example, build, digests
 from conformance.engine.executor import ArenaPool
@@ -324,6 +324,12 @@ def test_the_tile_that_holds_the_whole_axis_is_found(bench: Bench, k: int, reach
         rig.close()
 
 
+def test_the_tile_that_a_row_names_is_left_to_the_kernel_too() -> None:
+    rows = kinds.kinds_of("x.y", {"fault": [
+        {"name": "lost", "ops": ["x.y"], "knobs": "tile_m=2,drop_tail=yes", "reason": "numeric"}]})
+    assert {c.knobs: c.rank for c in kinds.candidates(rows, [])} == {"tile_m=2,drop_tail=yes": 0, "drop_tail=yes": 1}
+
+
 def test_fewer_changed_parameters_are_tried_first() -> None:
     rows = kinds.kinds_of("x.y", {"fault": [
         {"name": "dropped", "ops": ["x.y"], "knobs": "drop_tile=-1", "reason": "numeric"},
@@ -359,13 +365,6 @@ def test_what_was_not_tried_in_time_is_said_and_nothing_is_certain(bench: Bench)
     assert found.tried < found.settings
     assert not found.certain
     assert "tried in time" in found.sentence()
-
-
-def test_what_others_hide_behind_gives_way_to_one_that_fits_as_well() -> None:
-    full = (Score(3, 3, 5, 5),)
-    untouched, adds = Match("untouched", "", "", "", 0, full), Match("adds", "", "", "fault=x", 0, full)
-    assert [m.kind for m in _best([untouched, adds])] == ["adds", "untouched"]
-    assert [m.kind for m in _best([untouched, replace(adds, scores=(Score(2, 3, 5, 5),))])] == ["untouched", "adds"]
 
 
 def test_words_and_record() -> None:

@@ -133,8 +133,8 @@ class _Search:
 
     @property
     def spent_s(self) -> float:
-        """Without what compilers took, which have a limit of their own."""
-        return monotonic() - self.begun - self.rig.compile_s
+        """Without what compilers and the first start took, which have limits of their own."""
+        return monotonic() - self.begun - self.rig.apart_s
 
     def go(self, evidence: Sequence[Evidence], further: Further | None) -> Diagnosis | None:
         known = [e for e in map(self._countable, evidence) if e is not None]
@@ -165,7 +165,7 @@ class _Search:
         patterns = {n: pattern_of(w) for n, w in small.wrong.items()}
         words = "; ".join(f"{p} of {n}" for n, p in patterns.items() if p)
         also = rivals[1] if len(rivals) > 1 and rivals[1] not in {m.knobs for m in best} else ""
-        return Diagnosis(best, certain, words, len(scored), len(settings), self.spent_s + self.rig.compile_s, also)
+        return Diagnosis(best, certain, words, len(scored), len(settings), self.spent_s + self.rig.apart_s, also)
 
     def _rivals(self, best: Sequence[Match], known: Sequence[Evidence]) -> list[str]:
         """The knobs of the two best that fit wholly; of one that stands alone also its twin, if that fits too."""
@@ -322,13 +322,9 @@ def _kept(scored: Sequence[tuple[Score, Candidate]]) -> list[tuple[Score, Candid
 
 
 def _best(matches: Iterable[Match]) -> tuple[Match, ...]:
-    """The best of each kind, best first; what only describes has to be twice as good as what explains.
-
-    What others hide behind gives way to one of them that fits as well.
-    """
+    """The best of each kind, best first; what only describes has to be twice as good as what explains."""
     by_kind: dict[str, Match] = {}
-    for m in sorted(matches, key=lambda m: (-m.share / (2 if m.rank >= DESCRIBED else 1), m.rank,
-                                            m.kind in NEVER_CERTAIN)):
+    for m in sorted(matches, key=lambda m: (-m.share / (2 if m.rank >= DESCRIBED else 1), m.rank)):
         by_kind.setdefault(m.kind, m)
     return tuple(by_kind.values())
 

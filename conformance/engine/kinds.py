@@ -154,5 +154,7 @@ def _around(own: dict[str, str], axes: Sequence[str], sizes: Sequence[int], usua
     for values in itertools.product(*places):
         here = {**own, **dict(zip(moved, values, strict=True))}
         yield text(here), 1
+        # A tile that a row names may be far smaller than one that holds all there is.
+        yield text({k: v for k, v in here.items() if k not in AXES}), 1
         for axis, n in itertools.product(cut, sizes):
             yield text({**here, axis: str(n)}), 1 if n in usual else 2

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from conformance.engine import judge, kinds, observe
 from conformance.engine.attempt import Bench
+from conformance.engine.clock import monotonic
 from conformance.engine.evidence import copied
 from conformance.engine.example import Example, digests, place, start_cursors
 from conformance.engine.executor import Executor
@@ -15,8 +16,8 @@ from references.expected import Array
 
 SETTABLE = "adapters.cpu.settable:SettableBackend"
 """the backend that a diagnosis runs on: the cpu kernels, with knobs as a setting"""
-CALL_LIMIT_S = 2.0
-"""for one call with one setting: a fault may hang"""
+START_LIMIT_S, CALL_LIMIT_S = 20.0, 2.0
+"""for the first call of a process group, which comes up meanwhile; for any other: a fault may hang"""
 SECOND_TILE = ("drop_tile=1", "double_tile=1", "stale_tile=1")
 """all the same where one tile holds the whole axis"""
 
@@ -27,7 +28,9 @@ class Rig:
     def __init__(self, bench: Bench, op: Op) -> None:
         self.bench, self.op = bench, op
         self.executor: Executor | None = None
-        self.compile_s = 0.0
+        self.apart_s = 0.0
+        """what compilers took, and the first group to come up"""
+        self.started = False
 
     def outputs(self, examples: Sequence[Example], knobs: str) -> dict[str, Array] | None:
         """What the last of these calls gives, made in order; None where it gives nothing of the declared form.
@@ -99,8 +102,11 @@ class Rig:
             executor = self.executor
             if executor is None:
                 return None
-            outcome = executor.collect(CALL_LIMIT_S, self.bench.compile_timeout_s)
-            self.compile_s += max((a.get("compile_s", 0.0) for a in outcome.answers if a), default=0.0)
+            first, begun = not executor.runs, monotonic()
+            outcome = executor.collect(START_LIMIT_S if first else CALL_LIMIT_S, self.bench.compile_timeout_s)
+            compiled_s = max((a.get("compile_s", 0.0) for a in outcome.answers if a), default=0.0)
+            self.apart_s += compiled_s if self.started or not first else monotonic() - begun
+            self.started = True
             if observe.ended_badly(outcome):
                 # Answers that are still due would be taken for those of the next setting.
                 self.close()
