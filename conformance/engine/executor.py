@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import signal
 import socket
@@ -25,7 +24,7 @@ from typing import Any
 from conformance.engine import clock
 from conformance.engine.oom import oom_kills
 from conformance.engine.serve import PHASES
-from conformance.engine.wire import Arena, Closed, TimedOut, recv, send
+from conformance.engine.wire import Arena, Closed, TimedOut, readable, recv, send
 
 ROOT = Path(__file__).resolve().parents[2]
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -239,7 +238,7 @@ def ended(pid: int, timeout_s: float) -> bool:
     """Whether a child that nobody has waited for ends within the limit."""
     fd = os.pidfd_open(pid)
     try:
-        return bool(select.select([fd], [], [], timeout_s)[0])
+        return bool(readable([fd], timeout_s))
     finally:
         os.close(fd)
 
@@ -433,7 +432,7 @@ class Executor:
     def _ready(self, waiting: set[int], timeout_s: float) -> list[int]:
         """The ranks that have answered or ended. What a rank forked may hold its socket open after its end."""
         looked_at = {fd: i for i in waiting for fd in (self.ranks[i].sock, self.ranks[i].pid_fd) if fd is not None}
-        return sorted({looked_at[fd] for fd in select.select(list(looked_at), [], [], timeout_s)[0]})
+        return sorted({looked_at[fd] for fd in readable(looked_at, timeout_s)})
 
     def _where(self, index: int) -> str:
         arena = self.ranks[index].arena
@@ -449,7 +448,7 @@ class Executor:
     def _death(self, index: int) -> Death:
         rank, phase = self.ranks[index], self.phase(index)
         # A process that ends closes its socket a moment before it is gone; one that lives on has cut the connection.
-        cut = rank.pid_fd is not None and not select.select([rank.pid_fd], [], [], KILL_WAIT_S / 4)[0]
+        cut = rank.pid_fd is not None and not readable([rank.pid_fd], KILL_WAIT_S / 4)
         if cut:
             signal.pidfd_send_signal(rank.pid_fd, signal.SIGKILL)
         status = self.launcher.reap(rank.pid, rank.proc, KILL_WAIT_S)
@@ -481,7 +480,7 @@ class Executor:
             rank.sock.close()
             if not rank.ended:
                 self.launcher.reap(rank.pid, rank.proc, KILL_WAIT_S)
-            if rank.pid_fd is not None and not select.select([rank.pid_fd], [], [], 0)[0]:
+            if rank.pid_fd is not None and not readable([rank.pid_fd], 0):
                 self.stuck.append(rank.device)
             os.close(rank.stderr_fd)
             if rank.pid_fd is not None:

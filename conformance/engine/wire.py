@@ -6,6 +6,7 @@ import array
 import contextlib
 import ctypes
 import json
+import math
 import mmap
 import os
 import select
@@ -13,6 +14,7 @@ import signal
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -62,12 +64,24 @@ def recv(sock: socket.socket, timeout_s: float | None = None, max_fds: int = 0) 
         raise Closed(msg) from e
 
 
+def readable(files: Iterable[socket.socket | int], timeout_s: float | None) -> list[socket.socket | int]:
+    """Those that can be read, or have ended, once one of them can; none where the time runs out.
+
+    Not `select.select`, which takes no descriptor above 1023.
+    """
+    by_fd = {f if isinstance(f, int) else f.fileno(): f for f in files}
+    poll = select.poll()
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    return [by_fd[fd] for fd, _ in poll.poll(None if timeout_s is None else math.ceil(max(timeout_s, 0) * 1000))]
+
+
 def _exactly(sock: socket.socket, n: int, end: float | None, fds: list[int], max_fds: int) -> bytes:
     out = bytearray()
     while len(out) < n:
         if end is not None:
             left = end - time.monotonic()
-            if left <= 0 or not select.select([sock], [], [], left)[0]:
+            if left <= 0 or not readable([sock], left):
                 raise TimedOut
         try:
             if max_fds:
@@ -132,6 +146,8 @@ class Arena:
             fd = os.memfd_create("arena")
             os.ftruncate(fd, nbytes)
         self.fd = fd
+        # One that is forgotten must not hold its descriptor and its memory.
+        self._close = weakref.finalize(self, os.close, fd)
         self._map = mmap.mmap(fd, 0)
         self.view = memoryview(self._map)
 
@@ -150,4 +166,4 @@ class Arena:
         self.view = memoryview(self._map)
 
     def close(self) -> None:
-        os.close(self.fd)
+        self._close()

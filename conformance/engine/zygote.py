@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -17,7 +16,16 @@ from typing import Any
 
 from conformance.backend_class import load_backend_class
 from conformance.engine.serve import start
-from conformance.engine.wire import Closed, adopt_orphans, die_with_parent, keep_to_oneself, recv, said, send
+from conformance.engine.wire import (
+    Closed,
+    adopt_orphans,
+    die_with_parent,
+    keep_to_oneself,
+    readable,
+    recv,
+    said,
+    send,
+)
 
 FATAL_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
 
@@ -42,8 +50,7 @@ def main() -> None:
     children: dict[int, int] = {}
     loaded: set[str] = set()
     while True:
-        ready, _, _ = select.select([sock, *children], [], [])
-        for fd in ready:
+        for fd in readable([sock, *children], None):
             if fd is sock:
                 try:
                     request, fds = recv(sock, max_fds=8)
