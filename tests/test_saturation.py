@@ -19,6 +19,8 @@ from references.tilelang.nans import by_rule
 NORM = find_case("tilekernels.quant.norm_forward/values:x=fp32,batch=no,weight=no,residual=yes,residual_out=caller,"
                  "out=callee,with_rstd=yes", "core")
 GEMM = find_case("deepgemm.bf16_gemm_nt/values:out=bf16,c=none,a_major=k,b_major=k", "core")
+ROPE = find_case("tilekernels.transform.apply_rotary/values:x=fp32,batch=yes,key=no,positions=int32,interleaved=no",
+                 "core")
 SPECIAL = ("infinities", "nans", "overflow")
 
 
@@ -47,7 +49,7 @@ def bench() -> Iterator[Bench]:
         yield made
 
 
-@pytest.mark.parametrize("case", [NORM, GEMM], ids=lambda c: c.op.name)
+@pytest.mark.parametrize("case", [NORM, ROPE, GEMM], ids=lambda c: c.op.name)
 def test_a_chip_that_saturates_is_right_where_it_says_so_alone(bench: Bench, case) -> None:
     declared = bench.profile
     problems = [p for seed in range(3) for p in (*draw.explicit(case, seed), *draw.first_chunk(case, seed)[0])
