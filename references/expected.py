@@ -169,7 +169,7 @@ class Within(Expected):
             if good.all() and self.unspecified is None:
                 fine = Judgement(np.zeros(self.shape, bool), self.value, self._ratio(error, error > 0))
                 return self._together(fine, got)
-            if self.saturates:
+            if self.saturates and codec.has_infinity(fmt):
                 got = np.where(np.abs(got) == codec.max_finite(fmt), np.copysign(np.inf, got), got)
             excused = self._same_nonfinite(got) | self._may_overflow(got, fmt)
             if self.saturates:

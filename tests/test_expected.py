@@ -207,6 +207,8 @@ SATURATING = [saturating(row) for row in (
     exact([], [], "bf16"),
     one_of([[0x7F80, 0x3F80], [0x4000, 0x7FC0]], [0x7F7F, 0x1234], "bf16"),
     one_of([[0x7F80, 0x3F80], [0x4000, 0x4000]], [0xFF7F, 0x7F7F], "bf16", [0, 1]),
+    within([127.0, -128.0, 5.0], 0.0, [127, -128, 127], "int8", [2]),
+    within([1.0, 0.0], 0.0, [1, 1], "bool", [1]),
     # bits that are moved stay what they are
     exact([0x7F80, 0x7FC0], [0x7F7F, 0x0000], "bf16", [0, 1], "nonfinite", any_nan=False),
 )]

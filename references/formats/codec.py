@@ -263,6 +263,11 @@ def max_finite(fmt: str) -> float:
     return float(_decode_table(spec.name)[spec.max_code])
 
 
+def has_infinity(fmt: str) -> bool:
+    spec = float_spec(fmt)
+    return spec is not None and spec.inf_code is not None
+
+
 def min_subnormal(fmt: str) -> float:
     """Smallest positive number of the format; 1 for integers and bool."""
     spec = float_spec(fmt)
